@@ -22,7 +22,7 @@ class ShardSizes:
     2. *Crowding.* A block is in one shard. Of the ``k * world + 1`` largest blocks, some k + 1
        share a shard, so a shard is at least as long as the k + 1 smallest of these blocks
        together. With k = 0, a shard is at least as long as the largest block.
-    3. *Divisibility.* If h is the largest multiple of an item's block that is at most `shard`, an
+    3. *Divisibility.* Let h be the largest multiple of an item's block that is at most `shard`. An
        item with one cut has at most h units before the cut and `shard` units after. A longer item
        has two neighboring cuts. Both are a multiple of the block away from the item's start, and
        they are `shard` apart, so the block divides `shard`:

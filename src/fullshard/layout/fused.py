@@ -63,8 +63,8 @@ def plan_slots(layout: Layout) -> tuple[Slot, ...] | None:
 def even_from(layout: Layout, stop: int) -> int:
     """Return the offset in each shard from which, up to `stop`, pieces are even and undivided.
 
-    These are parameters of which all ranks keep equal pieces of one run each. `PerParameter` lays
-    out all other parameters first. Return `stop` if there are no such parameters.
+    All ranks keep equal pieces of the parameters there, and each piece is one run. `PerParameter`
+    lays out all other parameters first. Return `stop` if there are no such parameters.
     """
     kept = [bands for bands in layout.bands if any(band.numel for band in bands)]
     uneven = [
@@ -81,7 +81,8 @@ def even_from(layout: Layout, stop: int) -> int:
 def in_rows(copies: Sequence[StridedCopy], *, most: int) -> list[StridedCopy]:
     """Return the same copies, with boxes of few rows split into one copy per row.
 
-    These are dense on both sides. At most ``most`` copies are dense, unless more were before.
+    A copy of one row is dense on both sides. At most ``most`` of the returned copies are dense,
+    unless more were dense before.
     """
     left = most - sum(len(copy.sizes) == 1 for copy in copies)
     cut = set()

@@ -30,7 +30,7 @@ class GatherPlan:
         w of shape (4, 2) and b of shape (3,), 2 ranks, align=4, if w is large enough
 
         shard of rank 0   b0 b1 .  .  | w0 w1 w2 w3        b is gathered to a staging buffer and
-        shard of rank 1   b2 .  .  .  | w4 w5 w6 w7        copied; w is gathered in place
+        shard of rank 1   b2 .  .  .  | w4 w5 w6 w7        copied; w is gathered in place.
 
     Attributes:
         staged_numel: number of leading elements of each shard that are gathered to a staging
@@ -83,8 +83,8 @@ class ParamGather:
 def plan_param_gather(layout: Layout, param: int) -> ParamGather | None:
     """Return the gather of ``param``, or None if each rank should send its interval separately.
 
-    That is so for intervals at different offsets or of too uneven sizes. Slices have one size, so
-    up to twice the parameter is gathered, or more if the cut is on a dim other than the first.
+    Intervals at different offsets or of too uneven sizes are sent separately. Slices have one size,
+    so up to twice the parameter is gathered, or more if the cut is on a dim other than the first.
     """
     bands = layout.bands[param]
     kept = [band for band in bands if band.numel]

@@ -21,10 +21,11 @@ def check_param(index: int, spec: ParamSpec, bands: Sequence[Band], *, world: in
     """Check that each rank is in one band and each element of the parameter in one segment.
 
     All segments of a parameter repeat with the same `step`, `count` times. So it is enough that
-    the first stretches of all ranks, in rank order, tile ``[0, step)``:
+    ``count * step`` is the numel, and that the first stretches of all ranks, in rank order, tile
+    ``[0, step)``.
 
         rank 0   rank 1   rank 2 | rank 0   rank 1   rank 2 |
-        |---------- step --------|---------- step --------|      count * step == numel
+        |---------- step --------|---------- step --------|
 
     Raises:
         LayoutError: if a rank or an element is missing or appears twice.

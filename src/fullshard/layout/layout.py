@@ -157,7 +157,7 @@ class Layout:
         """Return the text that `str` gives: the padding, and the ranks that keep each parameter.
 
         Parameters are in the order of the unsharded buffer, each with the ranks that keep some of
-        it: ranks ``3-7`` with ``10, 16 x3, 6`` elements mean cuts after 10, 26, 42 and 58 of 64
+        it. Ranks ``3-7`` with ``10, 16 x3, 6`` elements mean cuts after 10, 26, 42 and 58 of 64
         elements. The padding is also given as a percentage of the shards.
 
         Args:

@@ -1,8 +1,7 @@
 """Orders in which the items fit into shards of a given length.
 
-For a given order nothing is left to decide: each item is placed as early as possible (`in_order`).
-So only the order must be found, by `any_order`, which is exact and for few kinds of items, or by
-`coarse_first`, which is greedy.
+An order decides all offsets: each item is placed as early as possible (`in_order`). So only the
+order must be found. `any_order` is exact, for few kinds of items; `coarse_first` is greedy.
 """
 
 from __future__ import annotations
@@ -121,13 +120,13 @@ def grouped(problem: Problem) -> tuple[Group, ...]:
 def coarse_first(problem: Problem, groups: Sequence[Group], shard: int) -> tuple[int, ...] | None:
     """Return the items' offsets, placing coarse items first and finer items in the gaps.
 
-        items 0 and 1 must not be cut, item 2 has blocks of 2, shard=10
+    Each step takes one of the coarsest items that can start where the previous item ended. If there
+    is none, it takes an item that can start soonest. If no item may be cut, this is
+    first-fit-decreasing, the usual rule for bin packing.
+
+    For example, items 0 and 1 must not be cut, item 2 has blocks of 2, and shard=10.
 
         0 0 0 0 0 0 2 2 2 2 | 2 2 2 2 1 1 1 1 1 1
-
-    Each step takes one of the coarsest items that can start where the previous item ended, or, if
-    there is none, an item that can start soonest. If no item may be cut, this is
-    first-fit-decreasing, the usual rule for bin packing.
 
     Args:
         problem: the problem to solve.

@@ -1,9 +1,8 @@
 """The packing problem of `Ragged`: parameters in a row of equal shards, with no block cut.
 
 In this module and in `bound`, `orders` and `planner`, all lengths count units of `align` elements.
-So everything that starts at a unit is aligned, and alignment needs no further care: the numel of a
-parameter is rounded up to units, and the parameter may be cut wherever a whole number of its
-blocks ends together with a unit.
+So everything that starts at a unit is aligned. The numel of a parameter is rounded up to units. A
+parameter may be cut wherever the end of one of its blocks is also the end of a unit.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from fullshard.layout.spec import round_up
 class Problem:
     """A packing problem; its *items* are the parameters, each with at least one unit.
 
-        sizes=(3, 6), blocks=(3, 2), world=2:   item 0 in one piece, item 1 cut between its pairs
+        sizes=(3, 6), blocks=(3, 2), world=2:   item 0 uncut, item 1 cut between its pairs
 
         shards of 5   0 0 0 1 1 | 1 1 1 1 .
         cuts inside            ^ 2 units from the start of item 1, a multiple of its block
 
     Attributes:
         sizes: the length of each item.
-        blocks: the block of each item: every cut in the item must be a multiple of the block away
-            from the item's start; equal to the size for an item that must not be cut.
+        blocks: the block of each item. Every cut in an item must be a multiple of its block away
+            from its start. An item that must not be cut has a block of its own size.
         world: the number of shards.
     """
 
@@ -66,9 +65,8 @@ def earliest(at: int, size: int, block: int, shard: int) -> int:
 
         . . . . . ^ . 0 0 0 | 0 0 0 0 . . .          one block before the cut, not five units
 
-    `shard` must be a length that `ShardSizes` returns, so that such an offset exists: an item that
-    reaches from one shard into a third has two cuts, `shard` apart, and so a block that divides
-    `shard`.
+    `shard` must be a length that `ShardSizes` returns, so that such an offset exists. An item that
+    reaches from one shard into a third has two cuts, `shard` apart, so its block divides `shard`.
     """
     room = shard - at % shard
     if size <= room:
@@ -85,8 +83,8 @@ def earliest(at: int, size: int, block: int, shard: int) -> int:
 def in_order(problem: Problem, order: Iterable[int], shard: int) -> tuple[int, ...] | None:
     """Return the items' offsets in this order, each as early as possible; None if too long.
 
-    For a given order nothing is shorter: starting an item later opens no new place for the items
-    after it.
+    No other placement in this order is shorter: starting an item later opens no new place for the
+    items after it.
     """
     sizes, blocks = problem.sizes, problem.blocks
     offsets = [0] * len(sizes)

@@ -18,11 +18,12 @@ class PerParameter:
 
     A dim of size d is cut into pieces of ``ceil(d / world)``; the last piece may be shorter, and
     later ranks keep nothing. Every parameter has a slot in the shard, at the same offset on all
-    ranks, as large as a full piece:
+    ranks, as large as a full piece.
 
-        w of shape (5, 2) on dim 0, u of shape (2, 3) on dim 1, 4 ranks, align=2
+    For example, w of shape (5, 2) is cut on dim 0 and u of shape (2, 3) on dim 1, over 4 ranks with
+    align=2. Full pieces are ceil(5 / 4) = 2 rows of w and ceil(3 / 4) = 1 column of u.
 
-        rank 0   w0 w1 w2 w3 | u0 u3        ceil(5 / 4) = 2 rows of w, ceil(3 / 4) = 1 column of u
+        rank 0   w0 w1 w2 w3 | u0 u3
         rank 1   w4 w5 w6 w7 | u1 u4
         rank 2   w8 w9 .  .  | u2 u5
         rank 3   .  .  .  .  | .  .

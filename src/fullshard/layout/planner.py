@@ -1,16 +1,16 @@
 """The cut planner: finds the shortest shards it can, and the offsets of the parameters in them.
 
-Finding the best order of parameters is bin packing, so NP-hard, and items may fit worse in a longer
-shard, because it matters which blocks divide its length. So the search tries lengths upwards from a
-proven bound (`bound`), and checks for each length whether the items fit
+Finding the best order of parameters is bin packing, so NP-hard. Items may also fit worse in a
+longer shard, because other blocks divide its length. So the search tries lengths upwards from a
+proven bound (`bound`). For each length it tries these orders, until the items fit.
 
-    as given       then nothing is moved
-    in any order   for few kinds of items, such as those of a layer: exact
-    coarse first   greedy
+    as given       nothing is moved.
+    in any order   exact; for few kinds of items, such as those of a layer.
+    coarse first   greedy.
 
-until the items fit. If the first few lengths all fail, the search goes on by halving. Layers of
-real models fit at the bound, as given. The plan is arithmetic on the arguments, and its limits
-count steps, not seconds, so every rank computes the same plan.
+If the first few lengths all fail, the search continues by halving. Layers of real models fit at the
+bound, as given. The plan is arithmetic on the arguments, and its limits count steps, not seconds,
+so every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def plan(problem: Problem) -> CutPlan:
     """Place the items so that the shards are short.
 
     The shards are as short as possible if their length is `ShardSizes.bound`, or if `any_order`
-    tried all orders for all lengths from there on. They are never longer than in `_easy_plan`.
+    tried all orders for all lengths from there on. Shards are never longer than in `_easy_plan`.
     """
     if not problem.sizes:
         return CutPlan(0, ())

@@ -22,7 +22,7 @@ NAMES = ("element", "row", "tensor")
 class Ragged:
     """A strategy that cuts one buffer into equal shards, only where its parameters may be cut.
 
-        w of shape (5, 2), b of shape (5,), 3 ranks, align=1
+    For example, w has shape (5, 2) and b has shape (5,), on 3 ranks with align=1.
 
         Ragged()           w0 w1 w2 w3 w4 | w5 w6 w7 w8 w9 | b0 b1 b2 b3 b4
         Ragged("row")      w0 w1 w2 w3 w4 w5 | w6 w7 w8 w9 .  .  | b0 b1 b2 b3 b4 .
@@ -31,7 +31,7 @@ class Ragged:
 
     The shards, one rank after the other, are the unsharded buffer, so gathering and reducing
     rearrange nothing (`Layout.zero_copy`). In exchange, a rank keeps some elements of a parameter
-    rather than a piece of one of its dims.
+    rather than a slice along one of its dims.
 
     Order and gaps are planned for short shards; the parameters stay as given if that is as short.
     No plan can beat `shard_numel_bound`, which layers of real models reach. Padding is due to one

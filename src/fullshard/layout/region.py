@@ -1,4 +1,4 @@
-"""The elements of a tensor that a rank holds, and what the regions of two ranks have in common.
+"""Regions: the elements of a tensor that a rank holds, and the overlaps of two such regions.
 
 Rank 1 of a (3, 8) tensor, cut on dim 1, and of that part the second half of the elements:
 
@@ -149,7 +149,7 @@ class Region:
         return Region(self.dims, self.start + start, self.start + stop)
 
     def interval_in(self, shape: Sequence[int]) -> Interval | None:
-        """Return which elements of a tensor of ``shape`` it is, None if these have gaps."""
+        """Return the region as an interval of a tensor of ``shape``; None if it has gaps."""
         inner = math.prod(shape[1:])
         if self.dims[1:] != whole(shape).dims[1:] or (shape and len(self.dims[0]) > 1):
             return None
@@ -165,7 +165,7 @@ class Region:
             )
 
     def stretches(self, other: Region) -> Iterator[Overlap]:
-        """Yield what ``overlaps`` does, as one stretch of elements if both have the same dims."""
+        """Yield the same as ``overlaps``, but a single stretch if both have the same dims."""
         if self.dims != other.dims:
             yield from self.overlaps(other)
             return
@@ -175,7 +175,7 @@ class Region:
             yield Overlap((stop - begin,), offset, (1,), other_offset, (1,))
 
     def overlaps(self, other: Region) -> Iterator[Overlap]:
-        """Yield what this region and a region of the same tensor have in common, once.
+        """Yield the overlaps with another region of the same tensor, each element once.
 
         Each overlap has the dims of the tensor.
         """
@@ -199,12 +199,12 @@ class Region:
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """Return the region of a whole tensor."""
+    """Return the region of all elements of a tensor."""
     return Region(tuple((Interval(0, size),) for size in shape), 0, math.prod(shape))
 
 
 def cut(intervals: Intervals, start: int, length: int) -> Intervals:
-    """Return indices number ``start`` to ``start + length`` of those in ``intervals``."""
+    """Return the indices at positions ``start`` to ``start + length`` of ``intervals``."""
     found = [Interval(first, length) for _, first, length in _runs(intervals, start, length)]
     return tuple(found) or (Interval(intervals[0].start, 0),)
 
@@ -242,7 +242,7 @@ def _dot(strides: Sequence[int], index: Sequence[int]) -> int:
 
 
 def _runs(intervals: Intervals, start: int, length: int) -> list[_Run]:
-    """Return the runs of indices number ``start`` to ``start + length`` of ``intervals``."""
+    """Return the runs of the indices at positions ``start`` to ``start + length``."""
     found, passed = [], 0
     for interval in intervals:
         first = max(start, passed)

@@ -19,15 +19,15 @@ def subset(layout: Layout, params: Sequence[int]) -> Layout:
 
     The result suits data of ``params`` alone, such as the gradients of the trainable parameters.
     Every rank keeps their order, and the distance between two of them with no other parameter in
-    between. The room of the other parameters is removed as far as that shortens all shards:
+    between. The room of the other parameters is removed as far as that shortens all shards.
 
         a, b and c on 2 ranks                 only a and c
 
         rank 0   a0 a1 b0 b1 b2 b3 b4         rank 0   a0 a1 .  .
         rank 1   b5 b6 b7 c0 c1 c2 c3         rank 1   c0 c1 c2 c3
 
-    Shards are as long as the most that a single rank keeps, up to alignment: each parameter stays
-    on the ranks that had it before.
+    Each parameter stays on the ranks that had it before. So shards are as long as the most that a
+    single rank keeps, up to alignment.
     """
     number_of = {param: number for number, param in enumerate(params)}
     filled = [band for bands in layout.bands for band in bands if band.numel]
