@@ -79,7 +79,7 @@ class Prefetcher:
         told: Sequence[int] = (),
         ahead: Ahead = Ahead.AT_START,
     ) -> None:
-        """Take note that ``unit`` was entered: drop skipped guesses and make new ones.
+        """Record that ``unit`` was entered: drop skipped guesses and make new ones.
 
         If the user named units in ``told``, gather those; they never count as skipped.
         """
@@ -96,13 +96,13 @@ class Prefetcher:
             self._guess_more(unit, budget, out)
 
     def done(self, unit: int, budget: int | None, out: Actions) -> None:
-        """Take note that ``unit`` was left, and make the guess that was put off until then."""
+        """Record that ``unit`` was left, and make the guess that was put off until then."""
         if self._due == unit:
             self._due = None
             self._guess_more(unit, budget, out)
 
     def give_up(self, out: Actions) -> None:
-        """Drop all guesses that are left: the pass is over, so they were wrong."""
+        """Drop the remaining guesses: the pass is over, so they were wrong."""
         self._due = None
         for unit in tuple(self._guesses):
             self._drop(unit, out)

@@ -10,12 +10,13 @@ from fullshard.schedule.state import UnitState
 class Reductions:
     """The reductions in flight: started in the order of backward, finished in the same order.
 
-    Each reduction holds a copy of its unit's gradients until it has been reduced over the shards:
-    more reductions at a time cost memory, fewer make computation wait for the wire. With replicas,
-    a reduction goes on to them when another one needs its memory, and from then on holds one shard.
+    Each reduction holds a copy of its unit's gradients until the copy has been reduced over the
+    shards. More reductions at a time cost memory; fewer make computation wait for communication.
+    With replicas, a reduction continues over these when another one needs its memory, and from then
+    on holds one shard.
 
     ``open`` is True if a backward has begun since all reductions were ended. ``awaited`` is the
-    number of the finalization whose handle will end the reductions, or None.
+    index of the finalization whose handle will end the reductions, or None.
     """
 
     def __init__(self) -> None:

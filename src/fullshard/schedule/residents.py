@@ -106,7 +106,7 @@ class Residents:
 
     def _unhide(self, state: UnitState, out: Actions) -> None:
         self.hidden.discard(state.key)
-        if state.carries and not state.residency:  # freed in name only, see ``settle``
+        if state.carries and not state.residency:  # counted as sharded, see ``settle``
             out.extend(one.do.reshard for one in (state, *state.carries))
         self.release(state, Hold.HIDDEN, out)
 
@@ -120,7 +120,7 @@ class Residents:
     def settle(self, state: UnitState, out: Actions, *, to_secondary: bool = False) -> None:
         """Reshard the unit if nothing holds it; conceal it if only ``hidden`` or ``late`` do.
 
-        What a unit with others inside hides may depend on what the rank ran of these. So a hidden
+        Ranks may run different units inside of a carrier, so only some ranks may hide it. A hidden
         carrier keeps its memory, but counts as sharded and is gathered again, as on other ranks.
         """
         if not state.residency or state.holds & ~_UNSEEN:
@@ -153,7 +153,7 @@ class Residents:
         self._late = state, to_secondary
 
     def make_room(self, state: UnitState, budget: int | None, out: Actions) -> None:
-        """Free the unit that was put off if ``state`` would not fit beside it."""
+        """Free the unit that was put off if ``state`` would exceed the budget together with it."""
         if self._late is None or budget is None or state.is_held:
             return
         if self.held_nbytes() + state.moved_nbytes > budget:
@@ -168,9 +168,9 @@ class Residents:
     def regroup(self) -> None:
         """Find the carrier of each unit that ranks may skip, once all units are sharded.
 
-        A rank may skip what lies inside such a unit as well, so all of it has the nearest unit
-        around as its carrier. Every rank runs the carrier, so it gathers, frees and reduces what it
-        carries at moments that ranks agree on, whatever each of them runs of it.
+        A rank may skip the units inside of such a unit as well. So the unit and those inside have
+        one carrier: the nearest unit around that every rank runs. The carrier gathers, frees and
+        reduces them at moments that all ranks agree on, even if each rank runs others of them.
         """
         around: list[UnitState] = []
         carried: dict[int, list[UnitState]] = {key: [] for key in self.units}

@@ -1,7 +1,7 @@
 """WHEN: the deterministic machine that turns triggers into actions.
 
-Same triggers, same actions: nothing here looks at a clock, at free memory or at whether a
-collective has completed, so all ranks that see the same triggers issue the same collectives in the
+The same triggers give the same actions. Nothing here looks at a clock, at free memory or at the
+progress of a collective. So all ranks that see the same triggers issue the same collectives in the
 same order. A unit is unsharded while something holds it; dropping the last hold reshards it.
 """
 
@@ -40,9 +40,9 @@ _NOWHERE, _ELSEWHERE, _HERE = Accumulates
 class Scheduler:
     """The machine that answers each trigger with actions.
 
-    It keeps residencies, holds and the learned order, never a tensor. ``add`` registers a unit;
-    after that ``on`` is the whole interface. Parts that can stand alone are in other files; this
-    class has the handlers, one per trigger, which share all of the state.
+    The machine keeps residencies, holds and the learned order, never a tensor. ``add`` registers a
+    unit; after that ``on`` is the only call. Independent parts are in other files. This class has
+    the handlers, one per trigger, which share all of the state.
     """
 
     def __init__(self) -> None:
@@ -91,12 +91,12 @@ class Scheduler:
 
     @property
     def current_use(self) -> int:
-        """The number of the innermost use that is running its forward."""
+        """The index of the innermost use that is running its forward."""
         return self._stack[-1][1]
 
     @property
     def last_use(self) -> int:
-        """The number of the use that was the last to begin its forward."""
+        """The index of the use that was the last to begin its forward."""
         return self._num_uses - 1
 
     # forward
@@ -268,8 +268,8 @@ class Scheduler:
 
         Reducing now would be too early: the rest of the unit's backward may read the parameters,
         whose memory should be freed before the reduction takes some. Ranks would not agree on the
-        moment either: if other units run between the calls of this unit, its last gradient may come
-        before, between or after theirs, depending on how each rank uses its parameters.
+        moment either. If other units run between the calls of this unit, its last gradient may come
+        before, between or after theirs; this depends on how each rank uses its parameters.
         """
         carrier = self._units[event.unit].carrier
         unit = event.unit if carrier is None else carrier.key
@@ -323,7 +323,7 @@ class Scheduler:
         self._back.give_up(out)
         if self.iteration is None:  # if set, a forward that called backward is still running
             for state in self._units.values():
-                # Kept for a backward that never came; if it still does, the unit is gathered again.
+                # Kept for a backward that never came; if it comes later, gather the unit again.
                 if state.residency and state.policy.reshard_after_backward:
                     self.residents.release(state, Hold.KEEP, out)
         if not manual:
@@ -400,7 +400,7 @@ class Scheduler:
         self._stack.clear()
         self._tasks.clear()
         self.iteration = None
-        self._learned.clear()  # ranks that were interrupted at other places learned other orders
+        self._learned.clear()  # ranks interrupted at different places learned different orders
         for guesses in (self._ahead, self._back):
             guesses.give_up(out)
             guesses.follow(())

@@ -93,7 +93,7 @@ class AfterForward(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnitPolicy:
-    """The user's choices for a unit; replaced as a whole, never changed."""
+    """The user's choices for a unit; a frozen value, replaced to change a choice."""
 
     after_forward: AfterForward = AfterForward.AUTO
     reshard_after_backward: bool = True
@@ -130,7 +130,7 @@ class Ahead(enum.Enum):
     AT_START = enum.auto()
     """Before the unit computes gradients, so that communication overlaps with all of it."""
     AT_END = enum.auto()
-    """After the unit is resharded, before its reduction: two units are never whole at a time."""
+    """After the unit is resharded, before its reduction: never are two units unsharded at once."""
     NEVER = enum.auto()
 
 
@@ -151,10 +151,10 @@ class MachinePolicy:
 
 
 class Uses:
-    """The forward calls of a unit, by number; its ``num_members`` modules share each.
+    """The forward calls of a unit, by index; its ``num_members`` modules share each.
 
     Attributes:
-        open: the use that is open, while a member is running or must still run; None without one.
+        open: the use of which a member is running or must still run; None if there is none.
         graphs: uses whose backward may come -> number of times that it has come.
     """
 
@@ -173,7 +173,7 @@ class Uses:
         self._waiting = self._members.copy()
 
     def ran(self, member: int) -> bool:
-        """Take note that a member ran in the open use; return whether all have."""
+        """Record that a member ran in the open use; return whether all members have."""
         self._waiting.discard(member)
         return not self._waiting
 
@@ -185,7 +185,7 @@ class Uses:
         self._generation = generation
 
     def forget_from(self, first: int) -> None:
-        """Forget the uses from number ``first`` on."""
+        """Forget the uses from index ``first`` on."""
         self.graphs = {use: times for use, times in self.graphs.items() if use < first}
 
     def is_earliest(self, use: int) -> bool:
@@ -204,9 +204,9 @@ class Uses:
 class UnitState:
     """The state of one unit in the machine.
 
-    ``nbytes`` counts the unsharded bytes, ``reduction_nbytes`` the bytes that a reduction holds
-    until it is through with the shards; ``num_members`` counts the modules that share the unit;
-    ``num_inside`` counts the units inside its modules, which are those with the keys just below;
+    ``nbytes`` counts the unsharded bytes. ``reduction_nbytes`` counts the bytes that a reduction
+    holds until it has been reduced over the shards. ``num_members`` counts the modules that share
+    the unit. ``num_inside`` counts the units inside its modules, which have the keys just below.
     ``replicated`` is True if other ranks hold the same shards, so that gradients are reduced over
     those ranks too.
     """
@@ -244,7 +244,7 @@ class UnitState:
 
     @property
     def moved_nbytes(self) -> int:
-        """The unsharded bytes of the unit and of all that it carries."""
+        """The unsharded bytes of the unit and of all units that it carries."""
         if not self.carries:
             return self.nbytes
         return self.nbytes + sum(one.nbytes for one in self.carries)
@@ -263,7 +263,7 @@ class UnitState:
 class Task:
     """One backward call: the uses that it is inside of, and the reductions that are due.
 
-    ``first_use`` is the number of the first use that may begin during the call.
+    ``first_use`` is the index of the first use that may begin during the call.
     """
 
     first_use: int
@@ -284,7 +284,7 @@ class Task:
 
 
 class Tasks(dict[int, Task]):
-    """The backward calls that are under way, by number; one may be nested in another."""
+    """The backward calls that are under way, by task; one may be nested in another."""
 
     def around(self, unit: int, nested: int) -> Task | None:
         """Return a task inside the unit, in which the task ``nested`` runs; None without one."""

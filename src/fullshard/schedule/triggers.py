@@ -1,7 +1,7 @@
 """The triggers that the scheduler answers, one immutable value per kind, and their recorders.
 
 A ``task`` is one backward call of autograd, named by its number; ``NO_TASK`` means "outside of any
-backward". A ``use`` is one forward call of a unit; the machine numbers the uses.
+backward". A ``use`` is the index of one forward call of a unit; the machine counts the uses.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class BackwardEnter(NamedTuple):
     """The trigger of a gradient about to flow into the unit through an output of ``use``.
 
     Autograd runs younger nodes first. So every use that began its forward after this use had ended
-    its forward, which is every use with a number above ``until``, has ended its backward in this
-    task. ``until`` is the number of the last use that began before the output was made;
+    its forward, which is every use with an index above ``until``, has ended its backward in this
+    task. ``until`` is the index of the last use that began before the output was made.
     ``keeps_graph`` is True if the backward is differentiable itself (``create_graph``), so that its
     graph reads the parameters.
     """
@@ -224,7 +224,7 @@ class Recorder(Protocol):
     """A receiver of each event, after the machine has decided and before the engine acts."""
 
     def record(self, event: Event) -> None:
-        """Take note of ``event``."""
+        """Record ``event``."""
 
 
 class Observer(Protocol):
