@@ -1,9 +1,9 @@
 """Replace some of PyTorch's operations on DTensors, for the meshes of fullshard.
 
-PyTorch calls the handler of an operation before anything else and for every DTensor, so calls on
-DTensors of other meshes, or on ``meta``, are handed back to PyTorch. Among the operations are
-writes that PyTorch refuses, or applies to the local shard alone, of which initializers of modules
-consist: ``eye_``, ``orthogonal_``, ``sparse_``, and copies of values that were computed in full.
+PyTorch calls the handler of an operation before anything else and for every DTensor. So handlers
+return calls on DTensors of other meshes, or on ``meta``, to PyTorch. Some of the operations are
+writes that PyTorch refuses, or applies to the local shard alone. Initializers of modules need such
+writes: ``eye_``, ``orthogonal_``, ``sparse_``, and copies of values that were computed in full.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def _copy(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Copy this rank's part of a whole tensor, plain or replicated."""
+    """Copy this rank's part of a full tensor, plain or replicated."""
     source = args[1]
     if isinstance(source, DTensor):
         if is_partial(target) or not all(one.is_replicate() for one in source.placements):
@@ -49,7 +49,7 @@ def _on_whole(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _compute(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Overwrite ``out`` with a result that every rank can compute as a whole."""
+    """Overwrite ``out`` with a result that every rank can compute in full."""
     whole = torch.empty(target.shape, dtype=target.dtype, device=_torch.local_of(target).device)
     op(*args, **{**kwargs, "out": whole})
     return keep_own_part(op, whole, target)

@@ -1,21 +1,21 @@
 """Tensors that control their own all-gather: ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-A local tensor may have these methods, from its class or set on the object:
+A local tensor may have these methods, from its class or set on the object.
 
     fsdp_pre_all_gather(mesh)                                             -> (tensors, metadata)
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, policy)   -> (tensors, metadata)
-    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)     -> (whole, to_free) | None
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)     -> (param, to_free) | None
     fsdp_should_release_all_gather_outputs_after_post_all_gather()        -> bool
 
-The pre hook returns the tensors to gather, any number of plain tensors of any dtypes. The post hook
-builds the whole parameter from the gathered tensors, first as a new tensor, later in ``out``, which
-is the very tensor that modules compute with. The third hook, which is optional, returns whether the
-parameter uses separate memory, so that the gathered tensors can be freed at once. This is the
-protocol of ``torch.distributed.fsdp.fully_shard``.
+The third hook is optional. The pre hook returns the tensors to gather, any number of plain tensors
+of any dtypes. The post hook builds the unsharded parameter from the gathered tensors, first as a
+new tensor, later in ``out``, which is the very tensor that modules compute with. The third hook
+returns whether the parameter uses separate memory, so that the gathered tensors can be freed at
+once. The protocol is that of ``torch.distributed.fsdp.fully_shard``.
 
-The pre hook is called on the local tensor itself, or, if this is smaller than rank 0's or not on
-the device, on a stand-in that is padded and on the device. So hooks need not pad and never see an
-empty tensor. Attributes that are set on either of the two tensors are carried over to the other.
+The pre hook is called on the local tensor itself if this is on the device and as large as rank 0's.
+Otherwise it is called on a stand-in that is padded and on the device. So hooks need not pad and
+never see an empty tensor. Attributes set on either of the two tensors are copied to the other.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def gathered_by_itself(local: Tensor, name: str) -> bool:
 
 
 def releases_outputs(local: Tensor, name: str) -> bool:
-    """Return whether gathered tensors can be freed as soon as the whole parameter is built.
+    """Return whether gathered tensors can be freed as soon as the unsharded parameter is built.
 
     Raises:
         ExtensionError: if the hook does not return a bool.
@@ -181,7 +181,7 @@ def post_all_gather(
     name: str,
     out: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the whole parameter, in ``out`` if given, and the tensors to free with it.
+    """Return the unsharded parameter, in ``out`` if given, and the tensors to free with it.
 
     Raises:
         ExtensionError: if the hook's result does not follow the protocol.

@@ -1,8 +1,8 @@
 """Find out which tensors are parts of one flat buffer, and thus neighbors in memory.
 
 Users hold the tensors of a bucket as separate tensors, each with a separate storage object. Code
-that treats them as one tensor, such as an optimizer, asks this module: a flat buffer is announced
-when it is made, and is found by the address of a part as long as the buffer exists.
+that treats them as one tensor, such as an optimizer, asks this module. A flat buffer is announced
+when it is made. As long as the buffer exists, the address of a part finds the buffer.
 
     flat     | w w w w w w | . . | b b b |         parts (0, 6) and (8, 3); neighbors
     part     |      0      |     |   1   |         are parts with consecutive numbers
@@ -27,7 +27,7 @@ class FlatPart:
 
     Attributes:
         flat: the 1-D buffer. Between neighbors there is only padding, which belongs to no part.
-        number: the part's number among the parts that are not empty, in the order of memory.
+        number: index of the part among the parts that are not empty, in the order of memory.
         start: index in ``flat`` of the first element.
         stop: one past the last element.
     """

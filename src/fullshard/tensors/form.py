@@ -60,7 +60,7 @@ class ShardForm(Protocol):
         """Return whether each of ``shown`` still shows its local tensor."""
 
     def as_dtensor(self, index: int, local: Tensor) -> Tensor:
-        """Return ``local``, laid out like the parameter's piece, as a DTensor for state dicts."""
+        """Return ``local``, laid out like the local shard, as a DTensor for state dicts."""
 
     def __str__(self) -> str:
         """Describe, for people, how parameters are placed."""
@@ -125,15 +125,15 @@ class DTensorForm:
 
 @dataclass(frozen=True)
 class PlainForm:
-    """The form of plain tensors: the user's own Parameter objects, each over this rank's piece."""
+    """The form of plain tensors: the user's own Parameter objects, each over a local shard."""
 
     dtensors: DTensorForm
 
     def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
-        """Return ``original``, or a new parameter for a DTensor, which cannot hold plain pieces."""
+        """Return ``original``, or a new parameter for a DTensor, which cannot hold plain data."""
         if isinstance(original, DTensor):
             return nn.Parameter(local, requires_grad=original.requires_grad)
-        original.grad = None  # has the whole shape; PyTorch refuses a gradient of another shape
+        original.grad = None  # has the full shape; PyTorch refuses a gradient of another shape
         original.data = local
         return original
 
@@ -186,8 +186,8 @@ class PlacedPiece(NamedTuple):
         place: the mesh and placements of the elements.
         start: index of the first element, in 1-D.
         numel: number of elements.
-        whole: shape of the parameter of which they are a part; None in a flat parameter, which has
-            parts of several.
+        whole: full shape of the parameter that has these elements; None in a flat parameter, which
+            has elements of several.
     """
 
     place: ShardPlace

@@ -29,7 +29,7 @@ class _Origin(NamedTuple):
 
     Attributes:
         parts: the sharded DTensor.
-        whole: the whole tensor, as it was when the view was made or last written to. Views use
+        whole: the full tensor, as it was when the view was made or last written to. Views use
             the memory of ``whole``.
     """
 

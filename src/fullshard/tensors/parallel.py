@@ -1,4 +1,4 @@
-"""Placements of parameters that users pass as DTensors: of whole parameters, and of their shards.
+"""Placements of parameters that users pass as DTensors: of unsharded ones, and of their shards.
 
 See [Note: two ways to a tensor-parallel parameter].
 """

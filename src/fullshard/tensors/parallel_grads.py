@@ -22,24 +22,24 @@ def local_gradients(
 ) -> list[Tensor | None]:
     """Return the local tensors of gradients, placed like the parameters.
 
-    Asynchronous results are awaited. A gradient that is a pending sum or mean over a mesh dim that
-    is not data-parallel is all-reduced over this dim, in the dtype of the gradient; all such
+    Asynchronous results are awaited. A gradient may be a pending sum or mean over a mesh dim that
+    is not data-parallel. Such a gradient is all-reduced over this dim, in its own dtype. All such
     gradients of a call share one all-reduce for each process group and dtype. Ranks of such a group
     must agree on which parameters have a gradient; ranks of other groups need not.
 
     Over data-parallel dims of a full mesh, gradients are left pending, because the engine reduces
-    over these dims next. [Note: pending sums over data-parallel dims] The engine takes the mean of
-    all ranks, whether they hold terms of a sum (Partial) or equal results (Replicate), as in torch:
+    over these dims next. [Note: pending sums over data-parallel dims] As in torch, the engine takes
+    the mean of all ranks, both of terms of a sum (Partial) and of equal results (Replicate).
 
-        Replicate        the mean is the gradient
-        Partial("avg")   the mean is the gradient
+        Replicate        the mean is the gradient.
+        Partial("avg")   the mean is the gradient.
         Partial("sum")   the mean is the gradient divided by the number of data-parallel ranks.
                          DTensor produces this placement if the input is Shard on the data-parallel
                          dims and the loss is a global sum. To get the gradient of that loss, set a
-                         gradient divide factor of 1, as in torch
+                         gradient divide factor of 1, as in torch.
 
     Args:
-        grads: gradients of whole parameters, None for no gradient. Not written to.
+        grads: gradients of unsharded parameters, None for no gradient. Not written to.
         specs: specs of the parameters; None for a plain one, whose gradient is returned as it is.
 
     Returns:

@@ -2,18 +2,18 @@
 
 [Note: two ways to a tensor-parallel parameter]
 
-Users pass us parameters that are already DTensors, in one of two ways:
+Users pass us parameters that are already DTensors, in one of two ways.
 
-    a tensor-parallel mesh      the parameter is a DTensor on ("tp",) or ("ep", "tp"); users pass
+    a tensor-parallel mesh      The parameter is a DTensor on ("tp",) or ("ep", "tp"). Users pass
                                 a separate mesh of the data-parallel dims. The sharded parameter is
-                                on the joint mesh ("dp", "tp"), see ``joint_mesh``
-    a full mesh                 the parameter is a DTensor on ("dp", "tp"), Replicate on "dp"; users
+                                on the joint mesh ("dp", "tp"), see ``joint_mesh``.
+    a full mesh                 The parameter is a DTensor on ("dp", "tp"), Replicate on "dp". Users
                                 say which names are data-parallel. The sharded parameter is on the
-                                same mesh, see ``SpmdMesh``
+                                same mesh, see ``SpmdMesh``.
 
-In both cases a rank's local tensor is a plain tensor that the engine shards, gathers and reduces
-over data-parallel ranks as if no other ranks existed: ranks of one data-parallel group have the
-same tensor-parallel coordinate, hence local tensors of the same shape.
+In both cases a rank's local tensor is a plain tensor. The engine shards, gathers and reduces this
+tensor over data-parallel ranks as if no other ranks existed. Ranks of one data-parallel group have
+the same tensor-parallel coordinate, hence local tensors of the same shape.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def joint_mesh(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
     """
     if tp.ndim > _MAX_PARALLEL_DIMS:
         raise UnsupportedError(
-            f"a parameter lies on a tensor-parallel mesh of {tp.ndim} dims, {tp}; at most "
+            f"a parameter is on a tensor-parallel mesh of {tp.ndim} dims, {tp}; at most "
             f"{_MAX_PARALLEL_DIMS} can be sharded further: flatten some of them"
         )
     if dp.ndim + tp.ndim > _MAX_DIMS:
@@ -65,7 +65,7 @@ def joint_mesh(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
         )
     if dp.device_type != tp.device_type:
         raise ConfigError(
-            f"parameters lie on a mesh for {tp.device_type!r}, {tp}, but are to be sharded over "
+            f"parameters are on a mesh for {tp.device_type!r}, {tp}, but are to be sharded over "
             f"one for {dp.device_type!r}, {dp}; make both from one mesh"
         )
     return joined_in_order((dp, tp))
@@ -113,9 +113,9 @@ def _check_joinable(meshes: Sequence[DeviceMesh]) -> None:
     twice = sorted({str(name) for name in names if names.count(name) > 1})
     if twice:
         raise _Apart(
-            f"{_listed(meshes)} have {', '.join(twice)} in common: parameters are cut or copied "
-            "along it already; pass the data-parallel dims only, such as mesh=mesh['dp'], or, if "
-            "parameters lie on the whole mesh, name those dims by dp_mesh_dims"
+            f"{_listed(meshes)} have {', '.join(twice)} in common: parameters are already sharded "
+            "or replicated over these dims; pass the data-parallel dims only, such as "
+            "mesh=mesh['dp']. For parameters on the full mesh, name those dims by dp_mesh_dims"
         )
 
 
@@ -146,14 +146,14 @@ def _listed(meshes: Sequence[DeviceMesh]) -> str:
 
 @dataclass(frozen=True)
 class SpmdMesh:
-    """A full mesh on which whole parameters are replicated over the data-parallel dims.
+    """A full mesh on which unsharded parameters are replicated over the data-parallel dims.
 
     Attributes:
         full: the mesh of the parameters that users pass.
         shard_names: dims over which parameters are sharded; empty to replicate parameters only.
         replicate_names: dims over which shards are replicated.
         shard: 1-D mesh of ``shard_names``, flattened if several; None without ``shard_names``.
-        replicate: 1-D mesh of ``replicate_names``, likewise.
+        replicate: 1-D mesh of ``replicate_names``, in the same way.
     """
 
     full: DeviceMesh

@@ -1,4 +1,4 @@
-"""Compute the part of a whole tensor that a rank holds, and the ranks that share the tensor."""
+"""Compute the part of a full tensor that a rank holds, and the ranks that share the tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fullshard.tensors.ragged_shard import RaggedShard
 
 
 def coordinate_in(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the coordinate of this rank in ``mesh``, one number for each mesh dim.
+    """Return the coordinate of this rank in ``mesh``, one index for each mesh dim.
 
     Raises:
         ConfigError: if this rank is not in ``mesh``.
@@ -76,7 +76,7 @@ def region_of(
     """Return the region at ``coordinate`` of a tensor, as ``DTensor.full_tensor`` understands it.
 
     ``full_tensor`` treats ``_StridedShard`` as a cut after the cuts of later mesh dims if the split
-    factor fits, else as a cut of each of so many pieces. For uneven sizes the two can differ; the
+    factor fits, else as a cut of each of that many pieces. For uneven sizes the two can differ; the
     cuts that torch itself makes (``distribute_tensor``) always have the second meaning.
     ``RaggedShard`` cuts the elements that all other cuts have left.
 
@@ -111,8 +111,8 @@ def coordinates_near(
 ) -> Iterator[tuple[int, ...]]:
     """Yield the coordinates whose regions have something in a ``box`` that is not empty.
 
-    There may be others among them, if a split factor fits no order of cuts. See ``region_of`` for
-    the other arguments; ``fixed`` is the coordinate to take on mesh dims that do not cut.
+    If a split factor fits no order of cuts, there may be further coordinates. ``fixed`` is the
+    coordinate to take on mesh dims that do not cut. See ``region_of`` for the other arguments.
     """
     order = _order_of_cuts(placements, mesh_shape)
     if order is None:
@@ -171,7 +171,7 @@ def _of_intervals(
 
 
 def _chunks(intervals: Intervals, num_pieces: int, num_chunks: int, index: int) -> Intervals:
-    """Return the indices in chunk ``index`` of each of so many pieces of ``intervals``."""
+    """Return the indices in chunk ``index`` of each of ``num_pieces`` pieces of ``intervals``."""
     size = sum(one.length for one in intervals)
     pieces = (cut(intervals, *chunk_of(size, num_pieces, piece)) for piece in range(num_pieces))
     chunks = [

@@ -3,7 +3,7 @@
     placements   Replicate   RaggedShard   Shard(1)   Replicate
                  replicas    data parallel   tensor parallel
 
-The part that tensor parallelism gives to a rank, the *tp part*, is a box of the whole tensor. The
+The part that tensor parallelism gives to a rank, the *tp part*, is a box of the full tensor. The
 ranks along the ragged mesh dim divide the tp part's elements, in row-major order, into intervals.
 """
 
@@ -45,8 +45,8 @@ class RaggedCut:
     Attributes:
         mesh_dim: the mesh dim along which intervals follow each other.
         tp_placements: placements of the tp part alone, one for each mesh dim.
-        tp_shape: shape of the tp part, which is the whole tensor without tensor parallelism.
-        tp_offsets: offsets of the tp part in the whole tensor.
+        tp_shape: shape of the tp part, which is the full tensor without tensor parallelism.
+        tp_offsets: offsets of the tp part in the full tensor.
         ragged: the placement along ``mesh_dim``.
         interval: elements of the tp part that this rank holds.
         is_first: True if the rank is the first on every mesh dim.
@@ -69,7 +69,7 @@ class RaggedCut:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """This rank's elements as boxes of the whole tensor, in the order of the interval."""
+        """This rank's elements as boxes of the full tensor, in the order of the interval."""
         return tuple(
             Box(tuple(map(add, box.offsets, self.tp_offsets)), box.sizes)
             for box in boxes(self.tp_shape, *self.interval)

@@ -1,9 +1,9 @@
 """Operations that RaggedTensors support: those with the same meaning on intervals.
 
-    pointwise       run on this rank's interval; plain tensors without dims are equal on all ranks
-    tensor lists    foreach and fused operations of optimizers, run tensor by tensor
-    whole           sums, norms and similar operations over all elements, see ``ragged_whole.py``
-    random fills    draw the whole tensor and keep the interval, so that cuts do not matter
+    pointwise       run on this rank's interval; plain tensors without dims are equal on all ranks.
+    tensor lists    foreach and fused operations of optimizers, run tensor by tensor.
+    whole           sums, norms and similar operations over all elements, see ``ragged_whole.py``.
+    random fills    draw the full tensor and keep the interval, so that cuts do not matter.
 
 All other operations are refused.
 """
@@ -117,7 +117,7 @@ def _is_tensors(arg: Any) -> bool:
 
 
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy to a RaggedTensor from an equal cut or a whole tensor, or from one to any tensor."""
+    """Copy to a RaggedTensor from an equal cut or a full tensor, or from one to any tensor."""
     target, source = args[0], args[1]
     if isinstance(target, DTensor) and not is_ragged(target):
         target.copy_(source.redistribute(target.device_mesh, target.placements))
@@ -128,7 +128,7 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             source = source.full_tensor()
             return _copy(op, (target, source, *args[2:]), kwargs)
         part, cut = operand(op, source, target), cut_of(target)
-        if tuple(part.shape) == cut.tp_shape:  # from who does not know the placement, such as peft
+        if tuple(part.shape) == cut.tp_shape:  # from code that ignores the placement: peft
             part = cut.own_part(part)
         _torch.local_of(target).copy_(part, *args[2:], **kwargs)
     else:
@@ -180,7 +180,7 @@ def _same_shape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _random_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw the whole tensor and keep the interval, for the values of the unsharded model."""
+    """Draw the full tensor and keep the interval, for the values of the unsharded model."""
     target = args[0]
     local = _torch.local_of(target)
     whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)

@@ -29,7 +29,7 @@ from fullshard.tensors.ragged_shard import RaggedShard
 class RaggedTensor(_torch.OwnDispatch):
     """A tensor cut into intervals of elements, in row-major order; each rank holds one interval.
 
-    ``shape``, ``stride()`` and ``dtype`` describe the whole tensor; ``to_local()`` returns this
+    ``shape``, ``stride()`` and ``dtype`` describe the full tensor; ``to_local()`` returns this
     rank's interval, 1-D and perhaps empty. One of ``placements`` is a ``RaggedShard``. Earlier mesh
     dims replicate; later mesh dims are for tensor parallelism, with ``Shard(d)`` or
     ``Replicate()``, and the ranks along the ragged mesh dim divide the tensor-parallel part.
@@ -61,9 +61,9 @@ class RaggedTensor(_torch.OwnDispatch):
         return cast("Tensor", _torch.apply(_ToLocal, self))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Return the whole tensor; a collective of all ranks of the mesh, differentiable.
+        """Return the full tensor; a collective of all ranks of the mesh, differentiable.
 
-        The gradient of the whole tensor is assumed to be the same on all ranks. Replicas do not
+        The gradient of the full tensor is assumed to be the same on all ranks. Replicas do not
         communicate with each other.
         """
         tp_part = self._tp_part()
@@ -77,7 +77,7 @@ class RaggedTensor(_torch.OwnDispatch):
     ) -> DTensor:
         """Return the tensor with other placements, as an ordinary DTensor; differentiable.
 
-        This gathers the whole tensor, or the tensor-parallel part if there is one.
+        The method gathers the full tensor, or the tensor-parallel part if there is one.
 
         Raises:
             ConfigError: for another mesh, no placements, or placements with other intervals.
@@ -204,7 +204,7 @@ class RaggedTensor(_torch.OwnDispatch):
                 local = _torch.local_of(self).detach()
                 return local.narrow(0, start, box.numel).view(box.sizes)
             start += box.numel
-        raise ConfigError(f"checkpoint: {index} is no part of {self.interval} of {index.fqn}")
+        raise ConfigError(f"checkpoint: {index} is not part of {self.interval} of {index.fqn}")
 
     def _boxes(self) -> tuple[Box, ...]:
         cut = cut_of(self)

@@ -43,7 +43,7 @@ def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _wide_sum(shown: Any, kwargs: dict[str, Any]) -> tuple[Tensor, torch.dtype]:
-    """Return the sum of all elements, in fp32 or wider as torch adds up, and the dtype wanted."""
+    """Return the sum of all elements, in fp32 or wider as in torch, and the requested dtype."""
     local = _torch.local_of(shown)
     dtype = kwargs.get("dtype")
     if dtype is None:
@@ -104,7 +104,7 @@ def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 
 
 def _norms(shown: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """Return the norms of whole tensors; those of equal spread share one all-reduce per group."""
+    """Return the norms of full tensors; those of equal spread share one all-reduce per group."""
     if order <= 0:
         raise RaggedOperationError(f"norm of order {order} of a RaggedTensor: expected one above 0")
     alike: dict[Spread, list[int]] = {}
@@ -129,7 +129,7 @@ def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tenso
 
 
 def _joined(parts: Sequence[Tensor], order: float, spread: Spread) -> tuple[Tensor, ...]:
-    """Combine the norms of the ranks' parts into norms of whole tensors."""
+    """Combine the norms of the ranks' parts into norms of full tensors."""
     stacked = torch.stack(list(parts))
     if math.isinf(order):
         return spread.largest(stacked).unbind()

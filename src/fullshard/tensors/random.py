@@ -1,10 +1,10 @@
 """Random numbers for sharded tensors that do not depend on how the tensors are sharded.
 
-PyTorch fills a DTensor at random separately on each rank: ranks with equal seeds, as they should
+PyTorch fills a DTensor at random separately on each rank. Ranks with equal seeds, as they should
 have, draw the same numbers for different parts, and another world size draws other numbers. On the
-meshes that fullshard uses, every rank draws the whole tensor and keeps its own part, so a model
-made on the meta device starts like the unsharded model with the same seed, and generators end in
-the same state. This needs memory for one whole parameter at a time.
+meshes that fullshard uses, every rank draws the full tensor and keeps its own part. So a model made
+on the meta device starts like the unsharded model with the same seed, and generators end in the
+same state. The cost is memory for one full parameter at a time.
 
 Functions that draw again until a condition holds, such as ``trunc_normal_``, convert a bool tensor
 to a bool. PyTorch uses this rank's elements; here all ranks get the answer for all elements.

@@ -1,4 +1,4 @@
-"""Convert between whole tensors and the parts that DTensors hold, on any mesh."""
+"""Convert between full tensors and the parts that DTensors hold, on any mesh."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def part_like(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def taken_by(like: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's part of ``value`` for ``like``, of equal global shape, a DTensor or not.
+    """Return this rank's part of ``value``, cut as ``like``, which has the same global shape.
 
-    A ``value`` placed like ``like``, perhaps also replicated over further mesh dims, needs no
-    communication; any other DTensor is gathered whole, by a collective of its mesh.
+    Each of the two may be a DTensor or a plain tensor. A ``value`` placed like ``like``, perhaps
+    also replicated over further mesh dims, needs no communication. Any other DTensor is gathered in
+    full, by a collective of its mesh.
     """
     if isinstance(value, DTensor):
         if isinstance(like, DTensor) and _lies_alike(value, like):
@@ -92,8 +93,8 @@ def placements_on(value: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...] | N
 def plainly_sharded(value: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
     """Return ``value`` placed with ``Shard`` and ``Replicate`` only, which every reader supports.
 
-    Cuts that follow the cuts of later mesh dims become cuts made before these, which moves
-    elements, and intervals of a RaggedTensor become rows: both gather the whole tensor. A tensor
+    Cuts that follow the cuts of later mesh dims become cuts made before these, and intervals of a
+    RaggedTensor become rows. Both changes move elements, so both gather the full tensor. A tensor
     without dims is replicated.
 
     Args:
