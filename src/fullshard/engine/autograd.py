@@ -1,25 +1,26 @@
 """Autograd hooks, by which we learn what happens in backward; no other file registers any.
 
-    backward_enter   a pre-hook on the node that made an output (for a view, that made its base)
+    backward_enter   a pre-hook on the node that made an output (for a view, that made its base).
     grads_ready      post-accumulate hooks, which count until all parameters that this task will
-                     reach have their gradients
-    task_end/died    a callback at the end of each task; if autograd deletes the callback without
-                     calling it, the task died
+                     reach have their gradients.
+    task_end/died    a callback at the end of each task. If autograd deletes the callback without
+                     calling it, the task died.
 
 Autograd runs younger nodes first. So when backward enters a use, it has left all uses that began
-after the forward of that use. Entering one use usually tells us that another was left; otherwise
+after the forward of that use. Entering one use usually tells us that another was left. Otherwise a
+further hook does.
 
-    backward_leave   a pre-hook on the node that made an input of the use, unless a unit made it
+    backward_leave   a pre-hook on the node that made an input of the use, unless a unit made it.
 
-does. This hook alone would not be enough: it runs late if an input is shared by many units
-(cross-attention), and never for inputs that are leaves, whose gradients may come before others of
-the unit. A use that made no node of an output, because it returns an input, has a hook on that
+This hook alone would not be enough. It runs late if an input is shared by many units
+(cross-attention), and never for inputs that are leaves. Gradients of leaves may come before others
+of the unit. A use that made no node of an output, because it returns an input, has a hook on that
 tensor instead, which makes us watch the end of the task.
 
 Autograd has a queue and a thread for each device, and younger nodes come first only within a queue.
-So our hooks are on nodes of the unit's own device. An output on another device, such as an
-auxiliary loss that was moved to the CPU, is followed to the nodes of the unit's device that it
-was made from; an input on another device gets no hook.
+So our hooks are on nodes of the unit's own device. For an output on another device, such as an
+auxiliary loss that was moved to the CPU, we hook the nodes of the unit's device that it was made
+from. An input on another device gets no hook.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ class Backward:
     lock: threading.RLock
     """Held by a thread while the engine handles its trigger.
 
-    The thread may wait for other ranks meanwhile. This cannot deadlock: each rank issues the same
-    collectives in the same order under its own lock, and the threads that help a collective to end
-    (those that carry bytes, and the watcher) never take the lock. No thread holds it while a
-    module's forward or autograd runs, and destructors never wait for it.
+    The thread may wait for other ranks meanwhile, but cannot deadlock. Each rank issues the same
+    collectives in the same order under its own lock. The threads that help a collective to end
+    (those that carry bytes, and the watcher) never take the lock. No thread holds the lock while a
+    module's forward or autograd runs, and destructors never wait for the lock.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Backward:
             self.trigger(when.BackwardLeave(task, until))
 
     def reduced(self, unit: Unit) -> None:
-        """Take note that the gradients of ``unit`` were taken off its parameters."""
+        """Record that the gradients of ``unit`` were taken off its parameters."""
         for units in self.tasks.values():
             if unit.key in units:
                 units[unit.key].unreduced = False
@@ -289,8 +290,8 @@ class Use:
 
         Return whether we see all paths back. Backward runs younger nodes first, so a node that the
         outputs do not show is safe if older than their youngest node, and unseen if younger.
-        Nodes of the inputs are told apart by identity: each thread numbers its own nodes, and a
-        checkpoint runs the forward again in the thread of backward.
+        Nodes of the inputs are recognized by identity, not by number: each thread numbers its own
+        nodes, and a checkpoint runs the forward again in the thread of backward.
         """
         first, made, outputs = self._first_nodes.pop(), _torch.sequence_number(), list(outputs)
         inputs, input_nodes = self._inputs, self._input_nodes  # alive, so that ids stay unique
@@ -334,7 +335,7 @@ class Use:
             if nodes or elsewhere.entries:
                 more = elsewhere.entries
                 outside = outside or elsewhere.may_read
-                while made - 1 in elsewhere.numbers:  # younger than what is hooked, and harmless
+                while made - 1 in elsewhere.numbers:  # younger than the hooked nodes, and harmless
                     made -= 1
             else:  # nothing is computed on the unit's device
                 more = elsewhere.outputs
@@ -382,14 +383,14 @@ class Use:
 def _can_have_graph(units: Iterable[Unit], inputs: Iterable[Tensor]) -> bool:
     """Return whether anything in a forward on ``inputs`` inside of ``units`` may need gradients.
 
-    Node numbers do not tell: a custom Function takes one even if nothing requires grad.
+    Node numbers cannot tell: a custom Function takes one even if no tensor requires grad.
     """
     trainable = any(bucket.trainable for unit in units for bucket in unit.buckets)
     return trainable or any(tensor.requires_grad for tensor in inputs)
 
 
 def refuse_gradients(unit: Unit, params: Iterable[Tensor]) -> None:
-    """Make a backward raise ``BusyError`` that comes to ``params``, which ``unit`` lends now."""
+    """Make a backward that reaches ``params`` raise ``BusyError``; ``unit`` lends them now."""
     for param in params:
         hooks = (param._backward_hooks or {}).values()
         if param.requires_grad and not any(isinstance(hook, _Refusal) for hook in hooks):

@@ -2,34 +2,34 @@
 
 [Note: the tensors of a bucket]
 
-    sharded_params[i]   parameters for user and optimizer between steps, around local tensors
-    shards              this rank's pieces of the parameters: usually views of ``flat``, which is
-                        1-D with ``layout.shard_numel`` elements; wrapper subclasses are separate
+    sharded_params[i]   parameters for user and optimizer between steps, around local tensors.
+    shards              this rank's local shards of the parameters: usually views of ``flat``, 1-D
+                        with ``layout.shard_numel`` elements. Wrapper subclasses are separate.
     all_gather_input    the flat shard; if a cast is needed, this rank's slices of the result of
-                        the gather; on the device, even if shards are offloaded to the CPU
+                        the gather. On the device, even if shards are offloaded to the CPU.
     gather_output       rank-major result of the all-gather for parameters that cannot be gathered
-                        in place, copied in one batch into ``unsharded``; does not exist if the
-                        layout is zero-copy (``layout.plan_gather``)
+                        in place, copied in one batch into ``unsharded``. Does not exist if the
+                        layout is zero-copy (``layout.plan_gather``).
     unsharded           all parameters, 1-D; storage is empty while resharded. Does not exist
-                        at shard size 1 without a cast: the parameters then borrow the shard
+                        at shard size 1 without a cast: the parameters then borrow the shard.
     unsharded.params[i] nn.Parameters over ``unsharded``, with which modules compute; the leaves of
-                        autograd. The same objects until ``Bucket.dematerialize``
-    secondary           this rank's slice of ``unsharded``, one for each of a few ranks; all that is
-                        left when the unit is resharded to a smaller group after forward
-    pending[i]          unsharded gradients that wait for a backward that reduces them (no-sync)
-    reduce_input        gradients, rank-major in layout order, in the dtype on the wire; behind each
-                        rank's slice, one flag per parameter: 1 if it has a gradient. Parameters
-                        frozen after sharding have only the flag: the others are packed as in a
-                        layout without the frozen ones (``layout.subset``)
-    partial             gradients reduced over shards that wait for the reduction over replicas
-    grad_shard          the mean over ranks of this rank's slice; sharded_params[i].grad are views
+                        autograd. The same objects until ``Bucket.dematerialize``.
+    secondary           this rank's slice of ``unsharded``, one for each of a few ranks. A unit
+                        that is resharded to a smaller group after forward keeps only this slice.
+    pending[i]          unsharded gradients that wait for a backward that reduces them (no-sync).
+    reduce_input        gradients, rank-major in layout order, in the dtype of the reduction. Behind
+                        each rank's slice is one flag per parameter: 1 if it has a gradient.
+                        Parameters frozen after sharding have only the flag. The others are packed
+                        as in a layout without the frozen ones (``layout.subset``).
+    partial             gradients reduced over shards that wait for the reduction over replicas.
+    grad_shard          the mean over ranks of this rank's slice; sharded_params[i].grad are views.
 
 For tensor-parallel DTensors, all of these hold local tensors; ``sharded_params`` and
 ``unsharded.params`` show them as DTensors.
 
-``bucket.py`` holds the first, ``shard.py`` the second, ``unshard.py`` the next five (or
-``extended.py``, if tensors have hooks that decide what is gathered), ``reduce.py`` ``pending`` and
-``partial``, ``reduce_input.py`` and ``grad_shard.py`` the other two.
+``bucket.py`` holds the first, ``shard.py`` the second, and ``unshard.py`` the next five, or
+``extended.py`` for tensors with all-gather hooks. ``reduce.py`` holds ``pending`` and ``partial``.
+``reduce_input.py`` and ``grad_shard.py`` hold the other two.
 """
 
 from __future__ import annotations
@@ -324,14 +324,14 @@ class Bucket:
         return found if self.front is None else found + _torch.versions([self.front.param])
 
     def replace(self, index: int, param: nn.Parameter) -> None:
-        """Make ``param``, placed like ours, parameter number ``index``; ``adopt`` it later."""
+        """Make ``param``, placed like ours, the parameter at ``index``; ``adopt`` it later."""
         kept = _torch.explicit_grad_dtype(self.sharded_params[index])
         kept = self._set_grad_dtypes[index] = kept or self._set_grad_dtypes[index]
         self.sharded_params[index] = param
         _torch.keep_grad_dtype(kept, param)
 
     def conform(self, number: int, unplaced: Collection[int]) -> None:
-        """Give parameter ``number`` the device and dtype of those that are not ``unplaced``.
+        """Give the parameter at index ``number`` the device and dtype of those not ``unplaced``.
 
         Casts of modules do not reach parameters that no module shows.
         """

@@ -1,8 +1,8 @@
 """Copies of many tensors, in as few kernels as the device allows.
 
 On a CPU a batched copy runs one tensor after the other. On CUDA it is one kernel if all tensors are
-dense, each with the strides of its counterpart, and each of the two lists has one dtype; a single
-tensor that breaks this makes CUDA copy one tensor after the other as well.
+dense, each with the strides of its counterpart, and each of the two lists has one dtype. A single
+tensor that breaks these rules makes CUDA copy one tensor after the other as well.
 
 A ``GatherPlan`` decides which views are copied: the targets of a gather, and copies out of staging.
 """

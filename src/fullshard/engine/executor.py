@@ -281,10 +281,9 @@ class Engine:
         """Enter the forward of ``member`` of ``unit``, which is about to run on ``inputs``.
 
         Raises:
-            ProtocolError: parameters are on the meta device, or lent to the first rank, or
-                gradients are still being reduced for a handle, or the unit, which ranks may skip,
-                runs outside of the unit that it is gathered with, or (``BusyError``) another
-                thread is in a forward or a backward; nothing was changed.
+            ProtocolError: parameters are on the meta device or lent to the first rank, a handle
+                still awaits reductions, or the unit's carrier is not running; nothing was changed.
+            BusyError: another thread is in a forward or a backward; nothing was changed.
         """
         if self.backward.tasks and not self.backward_is_over():
             raise BusyError(
@@ -365,7 +364,7 @@ class Engine:
             self.steps.end(sys.exception(), failed=failed)
 
     def _drop_step(self) -> None:
-        """Drop all gradients and begin anew, as all ranks do after a fault on one of them."""
+        """Drop all gradients and start over, as all ranks do after a fault on one of them."""
         try:
             self.trigger(when.Reset())
         except (PeerError, ProtocolError, TornStepError) as error:

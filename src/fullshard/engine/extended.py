@@ -27,11 +27,11 @@ from fullshard.tensors import (
 
 
 class ExtendedUnsharded:
-    """Whole parameters, some of which decide by hooks what is gathered and what is made of it.
+    """The unsharded parameters of a bucket, some of which have all-gather hooks.
 
     All tensors that a bucket sends travel as bytes in one call, each gathered in place into
-    separate memory. The constructor does the first gather, because the hooks make the parameters:
-    all ranks must construct at the same point. All else works as in ``Unsharded``.
+    separate memory. The constructor does the first gather, because the hooks make the parameters.
+    So all ranks must construct at the same point. All else works as in ``Unsharded``.
     """
 
     borrows = False
@@ -266,8 +266,8 @@ class _Part:
         ours = self._addresses()
         if self._releases and any(_address(tensor) in ours for tensor in inside):
             raise ExtensionError(
-                f"parameter {self.name}: fsdp_post_all_gather made a tensor in the memory of what "
-                "was gathered, which "
+                f"parameter {self.name}: fsdp_post_all_gather made a tensor in the memory of a "
+                "gathered tensor, which "
                 "fsdp_should_release_all_gather_outputs_after_post_all_gather says may be freed; "
                 "return False there, or copy"
             )
@@ -326,8 +326,8 @@ def check_extendable(spec: BucketSpec) -> None:
         if spec.hook_arguments is None or not by_rows:
             raise UnsupportedError(
                 f"parameter {names[param].name} is of a tensor class of its own, has "
-                "fsdp_pre_all_gather, or shares a bucket with one that does; these are cut on "
-                "dim 0: use layout=PerParameter() and no other dim for them"
+                "fsdp_pre_all_gather, or shares a bucket with one that does. Such parameters are "
+                "cut on dim 0: use layout=PerParameter() and no other dim for them"
             )
     if spec.secondary is not None:
         raise UnsupportedError(
@@ -351,6 +351,6 @@ def _check_alike(spec: BucketSpec, parts: Sequence[_Part]) -> None:
     if bool((all_said != own).any()):
         raise ExtensionError(
             "fsdp_pre_all_gather returned tensors whose shapes or dtypes differ between ranks; "
-            f"rank {comm.rank} got {said}; what it is called on has the same shape on all ranks, "
-            "padding included, so derive what travels from that alone"
+            f"rank {comm.rank} got {said}. The hook is called on a tensor of the same shape on all "
+            "ranks, padding included: derive the returned shapes and dtypes from that shape alone"
         )

@@ -5,7 +5,7 @@ of mixed precision, leaves of autograd, in memory that comes and goes. Those mad
 who read and write values: ordinary tensors, which live as long as somebody holds them.
 
 Throughout, ``flat`` is 1-D and in the order of a shard: the shard itself, or gradients laid out
-like the shard. It may be on another device than the bucket's.
+like the shard. This tensor may be on another device than the bucket.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Terms:
 class Loan:
     """The full parameters that a unit's modules show during a loan, on all ranks or on rank 0.
 
-    They are separate tensors: nothing watches writes to them until they are taken back, and a user
-    who keeps one keeps its memory. The unit itself stays as it was, hidden behind them.
+    Full parameters are separate tensors. Writes to them go unnoticed until they are taken back, and
+    a user who keeps one keeps its memory. The unit itself stays as it was, hidden behind them.
     """
 
     def __init__(self, unit: Unit, terms: Terms, meter: StorageMeter) -> None:
@@ -145,7 +145,7 @@ class Loan:
 
         For terms with ``writeback`` only; the caller then calls ``Engine.rewritten``.
         """
-        self._unit.wait_for_readers()  # before what they read is written
+        self._unit.wait_for_readers()  # before the shards are written
         if keep and not self._terms.rank0_only:
             self._unit.registration.tie(self._unit.buckets)
         with torch.inference_mode(False), torch.no_grad():

@@ -1,7 +1,7 @@
 """Autograd nodes of one forward: which tensors they made, and on which device backward runs them.
 
 Autograd has one queue and one thread for each device, and runs younger nodes first within a queue
-only. What two queues have in common is ordered by the graph alone.
+only. Between two queues, the graph alone orders nodes.
 """
 
 from __future__ import annotations

@@ -78,19 +78,20 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class WirePolicy:
-    """How parameters and gradients of fp32 or 16 bits travel; all others travel as they are.
+    """The formats in which parameters and gradients of fp32 or 16 bits are sent.
 
-    The shards, and what is full (state dicts, ``unshard_params``), stay exact. A rank that has all
-    of a parameter sends nothing, and so rounds nothing. See ``docs/wire.md``.
+    Those of other dtypes are sent as they are. The shards and all full values (state dicts,
+    ``unshard_params``) stay exact. With one shard rank nothing is sent, so nothing is quantized.
+    See ``docs/wire.md``.
     """
 
     gather: str | None = None
-    """How parameters are gathered: "bf16", or as one byte an element with an fp32 scale for each
-    block, "int8" or "fp8" (e4m3); None: as they are computed with."""
+    """The format of gathered parameters: "bf16", or "int8" or "fp8" (e4m3), which take one byte an
+    element and an fp32 scale for each block. None: the compute dtype."""
     reduce: str | None = None
-    """How gradients are reduced, with sums in fp32 on every backend: "bf16" (those of 16 bits keep
-    their dtype), "int8", "fp8", or "int4", half a byte an element with a bf16 scale for each block;
-    None: by the backend, in the dtype of the reduction."""
+    """The format of reduced gradients; sums are in fp32 on every backend. "bf16" (gradients of 16
+    bits keep their dtype), "int8", "fp8", or "int4", which takes half a byte an element and a bf16
+    scale for each block. None: the dtype of the reduction, summed by the backend."""
     block: int = 64
     """Elements of a block, a power of two from 16 to 4096."""
 
@@ -111,10 +112,10 @@ class WirePolicy:
 
     @classmethod
     def parse(cls, text: str) -> WirePolicy:
-        """Return the policy that ``text`` tells, such as ``"gather=int8,reduce=bf16"``.
+        """Return the policy described by ``text``, such as ``"gather=int8,reduce=bf16"``.
 
         Raises:
-            ConfigError: it tells none.
+            ConfigError: ``text`` describes no policy.
         """
         given: dict[str, Any] = dict(part.strip().partition("=")[::2] for part in text.split(","))
         if given.keys() - {"gather", "reduce", "block"}:
@@ -141,12 +142,12 @@ class WirePolicy:
 
     @property
     def gathering(self) -> Codec | None:
-        """How parameters travel."""
+        """The codec of parameters; None: no codec."""
         return self._codec(self.gather)
 
     @property
     def reducing(self) -> Codec | None:
-        """How gradients travel."""
+        """The codec of gradients; None: no codec."""
         return self._codec(self.reduce)
 
     def _codec(self, name: str | None) -> Codec | None:
@@ -167,7 +168,7 @@ _BLOCKS = tuple(1 << power for power in range(4, 13))
 
 @dataclass(frozen=True)
 class ReducePolicy:
-    """The treatment of a unit's gradients, as set after ``fully_shard``; replaced as a whole."""
+    """The treatment of a unit's gradients, as set after ``fully_shard``; a frozen value."""
 
     divide_by: float | None = None
     """The divisor of the sum over all ranks; None: the number of ranks."""

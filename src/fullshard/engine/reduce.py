@@ -37,7 +37,7 @@ class Waiting:
     """The gradients of earlier passes that a bucket keeps until a backward reduces them."""
 
     pending: list[Tensor | None] | None = None
-    """Whole gradients, by parameter; None on all ranks if no rank accumulated any."""
+    """Unsharded gradients, by parameter; None on all ranks if no rank accumulated any."""
     partial: Partial | None = None
     """Gradients reduced over shards, but not over replicas."""
     prior: frozenset[int] = frozenset()
@@ -365,7 +365,7 @@ class Gradients:
         """Take off all gradients, add the pending ones, and return the gradients of ``indices``.
 
         No other parameter has a gradient. If the model computes on several streams, a gradient may
-        come from any of them; all streams must wait for each other before gradients are read, and
+        come from any of them. All streams must wait for each other before gradients are read, and
         again before their memory returns to one stream.
         """
         self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)

@@ -96,7 +96,7 @@ class ReduceInput:
     """The buffer to which gradients are copied and cast, in one batch, before the reduction.
 
     Behind each rank's slice are the flags: one element per parameter of the bucket, 1 if it has a
-    gradient, padded to a multiple of 8 elements, which are at least 16 bytes.
+    gradient. The flags are padded to a multiple of 8 elements, which are at least 16 bytes.
     """
 
     def __init__(self, reduced: Reduced, dtype: torch.dtype, device: torch.device) -> None:
@@ -139,7 +139,7 @@ class ReduceInput:
             self._buffer.free()
 
     def fill(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Copy unsharded ``grads`` of any dtypes, zeros for None; return the buffer's tensor."""
+        """Copy unsharded ``grads`` of any dtypes, None as zeros; return the buffer's tensor."""
         self._buffer.allocate()
         given = [
             grad if grad is None or grad.layout is torch.strided else grad.to_dense()
@@ -272,7 +272,7 @@ class _ChunkCat:
 
 
 def _padding(layout: Layout, row: int, flat: Tensor) -> list[Tensor]:
-    """Return views of the padding; the whole buffer if the layout cannot tell the padding."""
+    """Return views of the padding; all of the buffer if the layout cannot tell the padding."""
     if not layout.zero_copy:
         return [flat]
     ends = [

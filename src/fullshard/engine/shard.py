@@ -35,7 +35,7 @@ class Shards(Protocol):
         """Bytes of memory of the pieces."""
 
     def show(self, locals_: Sequence[Tensor]) -> None:
-        """Replace ``locals`` by the tensors that parameters show, perhaps views of what we made."""
+        """Replace ``locals`` by the tensors that parameters show, perhaps views of our tensors."""
 
     def padded(self, index: int, device: torch.device) -> Tensor:
         """Return a piece on ``device``, padded with rows to the size of rank 0's piece.

@@ -1,6 +1,6 @@
 """The spec of a bucket, decided before any tensor is touched, and copies to and from the host.
 
-For shards in host memory, everything is cast first and crosses in one copy per bucket: shards in
+For shards in host memory, values are cast first and cross in one copy per bucket. Shards cross in
 the dtype of the all-gather, gradients in the narrower of the dtypes of the reduction and of
 ``.grad``. The host reads a shard into a separate buffer when the copy is issued, so an optimizer
 may write to the shard right after.
@@ -91,12 +91,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """The layout, wires and dtypes of a bucket.
+    """The layout, collectives and dtypes of a bucket.
 
-    ``comm`` is the wire among the ranks that share one copy of the parameters, ``replicas`` the
-    wire among ranks with equal shards of several copies, and ``secondary`` the wire among the ranks
-    of the smaller group that holds secondary shards. ``param_dtype`` is None if the parameters' own
-    dtype is used, ``reduce_dtype`` is None if ``GradDtypes`` decides.
+    ``comm`` communicates among the ranks that share one copy of the parameters. ``replicas``
+    communicates among ranks with equal shards of several copies. ``secondary`` communicates among
+    the ranks of the smaller group that holds secondary shards. ``param_dtype`` is None if the
+    parameters' own dtype is used, ``reduce_dtype`` is None if ``GradDtypes`` decides.
     """
 
     layout: Layout
@@ -104,7 +104,7 @@ class BucketSpec:
     form: ShardForm
     device: torch.device
     reducer: Collectives | None = None
-    """The wire that reduces among the ranks of ``comm``, if not ``comm`` itself."""
+    """The collectives that reduce among the ranks of ``comm``, if not ``comm`` itself."""
     replicas: Collectives | None = None
     secondary: Collectives | None = None
     parallel: tuple[ParallelSpec | None, ...] | None = None
@@ -124,12 +124,12 @@ class BucketSpec:
     hook_arguments: HookArguments | None = None
     """The arguments for all-gather hooks of tensors; None: there can be no hooks."""
     wire: WirePolicy = field(default_factory=WirePolicy)
-    """How parameters and gradients travel."""
+    """The formats in which parameters and gradients are sent."""
     wire_check: WireCheck = field(default_factory=WireCheck, compare=False)
-    """What looks at the errors of that, if asked to."""
+    """The meter of the errors that the codecs of ``wire`` introduce, when enabled."""
 
     def labelled(self, label: Label) -> BucketSpec:
-        """Return this spec with ``label`` on its wires."""
+        """Return this spec with ``label`` on its collectives."""
         given = {name: getattr(self, name) for name in ("comm", "reducer", "replicas", "secondary")}
         wires = {name: wire.labelled(label) for name, wire in given.items() if wire is not None}
         return replace(self, **wires)
@@ -159,13 +159,13 @@ class BucketSpec:
 
     @property
     def reducing(self) -> Collectives:
-        """The wire that reduces over the shards."""
+        """The collectives that reduce over the shards."""
         return self.reducer or self.encoding_gradients(self.comm)
 
     def encoding_gradients(self, comm: Collectives) -> Collectives:
         """Return ``comm``, which reduces gradients as ``wire`` says; presence flags stay exact.
 
-        What goes on over replicas are means over the shards, unless those are of one rank.
+        The all-reduce over replicas carries shard means, unless there is one shard rank.
         """
         codec = self.wire.reducing
         if codec is not None and comm is self.replicas and self.comm.world > 1:
@@ -175,7 +175,7 @@ class BucketSpec:
         return encoded(comm, codec, exact=exact, watch=watch)
 
     def gathering(self, dtype: torch.dtype) -> Collectives:
-        """Return the wire that gathers shards into unsharded parameters of ``dtype``."""
+        """Return the collectives that gather shards into unsharded parameters of ``dtype``."""
         codec = self.wire.gathering if dtype in ENCODED else None
         return encoded(self.comm, codec, watch=partial(self.wire_check.look, "gathered"))
 

@@ -33,7 +33,7 @@ from fullshard.errors import TornStepError
 
 
 class StepLog:
-    """The current step of one engine, and what exceptions and faults left of earlier steps.
+    """The current step of one engine, and the record of earlier steps that were interrupted.
 
     Args:
         owns: whether the engine has parameters that an optimizer steps.
@@ -58,7 +58,7 @@ class StepLog:
             _logs.add(self)
 
     def close(self) -> None:
-        """Hear of no more optimizer steps; the units have another engine."""
+        """Stop listening to optimizer steps; the units have another engine."""
         with _lock:
             _logs.discard(self)
 

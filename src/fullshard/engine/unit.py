@@ -50,7 +50,7 @@ class Registration(Protocol):
     ) -> None:
         """Show ``params``, bucket by bucket, instead of any other parameters until ``take_back``.
 
-        For a bucket with None, go on to show the bucket's own parameters.
+        For a bucket with None, continue to show the bucket's own parameters.
         """
 
     def take_back(self, buckets: Sequence[Bucket]) -> list[list[Tensor] | None]:
@@ -69,12 +69,12 @@ class Registration(Protocol):
 
 @dataclass(frozen=True)
 class Lending:
-    """The loan of a unit's full parameters that goes on.
+    """An active loan of a unit's full parameters.
 
     Attributes:
         call: what the user called, for messages, such as "unshard_params()".
         to_first: whether only rank 0 of the data-parallel mesh gets full parameters.
-        is_shown: whether the modules of this rank show them.
+        is_shown: whether the modules of this rank show the full parameters.
     """
 
     call: str
@@ -104,7 +104,7 @@ class Unit:
         self.num_inside = num_inside
         self.engine: object = None  # the ``Engine`` that runs the unit
         self.lending: Lending | None = None
-        self.readers: list[Callable[[], None]] = []  # wait for what else reads the shards
+        self.readers: list[Callable[[], None]] = []  # wait for other readers of the shards
         self._grad_nodes: tuple[list[bool], list[Node]] | None = None
         self._version = 0
 
@@ -295,8 +295,8 @@ class Unit:
             raise AssertedProtocolError(
                 f"unit {self.name or '(root)'}: FSDP does not support changing the parameters "
                 f"between forward and backward while they are unsharded, got others for "
-                f"{', '.join(names)}. They are dropped; write between steps, or inside of "
-                "unshard_params()"
+                f"{', '.join(names)}. The others are dropped; write between steps, or inside "
+                "of unshard_params()"
             )
 
 

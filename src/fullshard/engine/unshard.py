@@ -25,7 +25,7 @@ class Unsharded:
     ``start`` and ``finish`` gather; ``free`` frees the memory, all of it or all but a secondary
     shard, from which the next ``start`` gathers. The scheduler makes sure that the three are called
     in turn. Each parameter is made from ``.data`` of a view of the buffer, so that it has its own
-    version counter and no base: to autograd, the engine's writes to the buffer modify nothing.
+    version counter and no base. So to autograd, the engine's writes to the buffer modify nothing.
 
     ``is_lost``: True once ``free`` was called in the middle of a gather, which happens only after a
     fault. The backend may still write to the memory, so the object cannot be used any more.
@@ -78,7 +78,7 @@ class Unsharded:
         return storage.data_ptr() == flat.untyped_storage().data_ptr()
 
     def reclaim(self) -> list[int]:
-        """Point parameters with foreign ``data`` back to our memory; return their numbers.
+        """Point parameters with foreign ``data`` back to our memory; return their indices.
 
         While no memory is allocated, do nothing: nobody reads them, and ``start`` calls this again.
         """
@@ -261,7 +261,7 @@ class _Gather:
 
 
 class _FromHost:
-    """The way of an offloaded shard to this rank's slices of what is gathered.
+    """The path of an offloaded shard to this rank's slices of the gathered buffers.
 
     A single slice is copied to its place, several by way of a landing buffer on the device.
     """
