@@ -1,11 +1,11 @@
 """``fully_shard`` and the methods that sharding adds to modules.
 
-``ownership`` finds the parameters of a call and ``places`` their places in modules, ``checks``
+``ownership`` finds the parameters of a call and ``places`` their places in modules. ``checks``
 refuses wrong arguments, ``meshes`` and ``placement`` choose the ranks of each cut, ``buckets``
-groups parameters; ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine;
-``sharded`` is the base class of sharded modules, ``module`` adds the methods for users, with
-``controls`` for communication and ``finalization`` for the end of backwards; ``copying`` makes deep
-copies, ``contexts`` lends full parameters, ``flat_param`` shows one parameter for all of a unit;
+groups parameters. ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine.
+``sharded`` is the base class of sharded modules. ``module`` adds the methods for users, with
+``controls`` for communication and ``finalization`` for the end of backwards. ``copying`` makes deep
+copies, ``contexts`` lends full parameters, ``flat_param`` shows one parameter for all of a unit.
 ``explain`` rewords torch's errors.
 """
 

@@ -89,11 +89,11 @@ def shard_blocks(
 
     With ``policy``, the units are the modules that the policy chooses, and the rest.
 
-    Without a policy, the units are the members of each list that holds several modules of one
-    class (a transformer's layers, but not modules that repeat inside a layer); embeddings and
-    linear layers outside these blocks that are more than half as large as the largest block; and
-    the model itself, with all other parameters. A module with a parameter that is tied to one
-    outside the module does not become a unit. Build the optimizer afterwards.
+    Without a policy, each block is a unit: each member of a list that holds several modules of one
+    class (a transformer's layers, but not modules that repeat inside a layer). Embeddings and
+    linear layers outside these blocks are units if they are more than half as large as the largest
+    block. The model itself, with all other parameters, is the last unit. A module with a parameter
+    that is tied to one outside the module does not become a unit. Build the optimizer afterwards.
 
     Args:
         model: the whole model, with nothing sharded yet.
@@ -104,7 +104,7 @@ def shard_blocks(
             linear layer outside the blocks, which is the head in most models, stays unsharded
             until its backward, which follows at once.
         ignored_params: as for ``fully_shard``.
-        plan: what ``fullshard.plan(model, budget_nbytes=...)`` has chosen: mesh, layout, whether
+        plan: the choices of ``fullshard.plan(model, budget_nbytes=...)``: mesh, layout, whether
             units are resharded after forward and offloaded, how many blocks form a unit, which
             blocks recompute activations, and budgets.
         **options: other options of ``fully_shard``, the same for each unit.
@@ -228,7 +228,7 @@ def _by_policy(
 
 
 def num_blocks(model: nn.Module, policy: PolicyLike | None = None) -> int:
-    """Return how many units ``shard_blocks`` makes of blocks, or of what ``policy`` chooses."""
+    """Return the number of units that ``shard_blocks`` makes of blocks or of a policy's choices."""
     if policy is not None:
         return len(units_of(model, policy, Ignored.of()))
     return sum(unit.why is Why.BLOCK for unit in choose(model, set()))

@@ -130,7 +130,7 @@ def checked_policy(policy: Any) -> MixedPrecisionPolicy:
 
 
 def checked_wire(wire: Any) -> WirePolicy:
-    """Check the policy of what travels, and return it."""
+    """Check ``wire``, and return it."""
     if not isinstance(wire, WirePolicy):
         raise ArgumentTypeError(
             f"wire={wire!r}: got {type(wire).__name__}, expected a fullshard.WirePolicy, such as "

@@ -22,7 +22,7 @@ CHOSEN = ("layout", "reshard_after_forward", "offload_policy", "wire")
 
 @dataclass(frozen=True)
 class Choice:
-    """How a model is sharded and run, but for its precision."""
+    """The options with which a model is sharded and run, except its precision."""
 
     replicas: int = 1
     """Copies of the shards (HSDP)."""
@@ -30,9 +30,9 @@ class Choice:
     reshard_after_forward: bool | int | None = None
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     wire: WirePolicy = field(default_factory=WirePolicy)
-    """As given to the search, which chooses none: what it loses is not the plan's to judge."""
+    """Copied from the arguments; the search never picks a lossy codec."""
     blocks_per_unit: int = 1
-    """Neighbouring blocks that form one unit; what is left at the end of a list forms one, too."""
+    """Neighboring blocks that form one unit; the rest at the end of a list forms a smaller unit."""
     recomputed: int = 0
     """Blocks, from the first on, whose activations are computed again in backward."""
     prefetch_nbytes: int | None = None
@@ -45,7 +45,7 @@ class Choice:
         """Return the choice that is given, or the ``choice`` of a plan.
 
         Raises:
-            ArgumentTypeError: it is neither.
+            ArgumentTypeError: ``given`` is neither.
         """
         found = getattr(given, "choice", given)
         if not isinstance(found, cls):
@@ -111,6 +111,6 @@ class Choice:
 
 
 def recompute(blocks: Iterable[nn.Module]) -> None:
-    """Let each of ``blocks`` compute its activations again in backward, instead of keeping them."""
+    """Make each of ``blocks`` recompute its activations in backward, instead of keeping them."""
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

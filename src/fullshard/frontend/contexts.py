@@ -43,15 +43,16 @@ def unshard_params(
 ) -> Iterator[None]:
     """Show full parameters in ``module`` during the ``with`` block, to read and edit them.
 
-    They are ordinary ``nn.Parameter`` s with their original names, in the dtype of the shards. Tied
-    parameters are one object; tensor-parallel parameters are DTensors on the tensor-parallel mesh.
-    They share no memory with the shards: a full parameter stays valid after the block, and keeps
-    its memory allocated (in general that of its whole unit). All ranks must enter and leave the
-    block. On exit the modules show what they showed before; unsharded units stay unsharded.
+    Full parameters are ordinary ``nn.Parameter`` s with their original names, in the dtype of the
+    shards. Tied parameters are one object; tensor-parallel parameters are DTensors on the
+    tensor-parallel mesh. Full parameters share no memory with the shards. They stay valid after the
+    block; each keeps memory allocated, in general that of all parameters of its unit. All ranks
+    must enter and leave the block. On exit the modules show the same parameters as before;
+    unsharded units stay unsharded.
 
     Args:
-        module: a module that is sharded, contains sharded modules, or is a part of one. Units are
-            always lent as a whole.
+        module: a module that is sharded, contains sharded modules, or is a part of one. All
+            parameters of a unit are shown, even if only some are in ``module``.
         recurse: whether to lend units inside ``module``, too.
         writeback: whether to write edits of parameters, and of their ``requires_grad``, into the
             shards, where each rank writes its own elements. If False, edits are lost.
@@ -62,7 +63,7 @@ def unshard_params(
             rank has a gradient, and zero in the part of a rank that has none.
         on_error: what to do with edits if an exception leaves the block on this rank (with
             ``rank0_only``, on rank 0): "keep" writes them back, "discard" does not.
-        check: compare bit by bit what ranks wrote, and raise on all ranks if it differs.
+        check: compare the ranks' edits bit by bit, and raise on all ranks if they differ.
 
     Forwards in the block run on the lent parameters, in their dtype and without communication;
     ``state_dict()`` returns them and ``load_state_dict()`` writes to them. With ``rank0_only`` only
@@ -74,7 +75,7 @@ def unshard_params(
         ProtocolError: during a forward or backward, if a unit is already lent or on the meta
             device, or, on exit, if ``check`` found differences.
 
-        Whatever is raised, the units stay as usable as before.
+        After any of these errors, the units are as usable as before.
     """
     flags = {
         "writeback": writeback,
@@ -211,9 +212,9 @@ def units_at_rest(
 
     Raises:
         ArgumentTypeError: if ``module`` is not a module.
-        ProtocolError: during a forward or backward, or if a unit is on the meta device, unless
-            units may be ``without_values``, or lent, unless they ``may_be_lent``; in any case if
-            some are lent to the first rank and others are not.
+        ProtocolError: during a forward or backward. Without ``without_values``, if a unit is on
+            the meta device. Without ``may_be_lent``, if a unit is lent. In any case, if some units
+            are lent to the first rank and others are not.
     """
     units = _units_to_lend(module, what, recurse=True)
     if may_be_lent:

@@ -50,7 +50,7 @@ class CommunicationControls(ShardedModule):
     ) -> None:
         """Set whether reductions give zeros, not None, to parameters without a gradient anywhere.
 
-        These are parameters for which no rank has a gradient. All ranks reduce equal sizes anyway.
+        Such a parameter has no gradient on any rank. All ranks reduce equal sizes anyway.
         """
         for bucket in self._buckets(recurse):
             bucket.change_reduction(fill_absent=reduce_scatter_unused_params)
@@ -60,8 +60,9 @@ class CommunicationControls(ShardedModule):
     ) -> None:
         """Allow reductions the memory that the ``max_input_buffers`` largest units need.
 
-        This is PyTorch's form of ``set_reduction_budget``, for the whole tree; 1, the default, is
-        None. The budget is in bytes, so more small units fit. ``recurse`` has no effect.
+        The method is PyTorch's form of ``set_reduction_budget``, for the whole tree; 1, the
+        default, is None. The budget is in bytes, so more small units fit. ``recurse`` has no
+        effect.
 
         Raises:
             ArgumentTypeError, ConfigError: if ``max_input_buffers`` is not an int, or below 1.
@@ -80,8 +81,8 @@ class CommunicationControls(ShardedModule):
         """Call ``hook`` with the reduced gradients of this unit, 1-D, the mean over all ranks.
 
         The hook runs once per reduction of a bucket, after the reduction over replicas and before a
-        factor of ``set_gradient_divide_factor`` is applied. It may change the gradients in place,
-        for example to reduce over further ranks.
+        factor of ``set_gradient_divide_factor`` is applied. The hook may change the gradients in
+        place, for example to reduce over further ranks.
 
         Args:
             hook: the function to call; its result is ignored.

@@ -40,9 +40,9 @@ def explain_forward(module: nn.Module, error: Exception) -> None:
     hint = f" (units inside of it: {', '.join(inner[:8])})" if inner else ""
     raise ProtocolError(
         f"the forward of {type(module).__name__} used a parameter that was sharded: one of a unit "
-        f"that was not running{hint}. A module that reads another's parameter, instead of calling "
-        "it, has to be in one unit with it: leave out fully_shard on the inner one, or give both "
-        "to one call, as a list"
+        f"that was not running{hint}. A module that reads another module's parameter directly must "
+        "be in the same unit: leave out fully_shard on the inner one, or give both to one call, "
+        "as a list"
     ) from error
 
 
@@ -50,7 +50,7 @@ def guarded_methods(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Return the public methods that ``cls`` adds to ``nn.Module``, wrapped to explain errors.
 
     Only ``forward`` unshards parameters. Other methods that compute with parameters find them
-    sharded; the error then says what to do, which for ``resize_token_embeddings`` is another thing.
+    sharded; the error then says what to do. ``resize_token_embeddings`` has an error of its own.
     """
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
     return {
@@ -72,8 +72,8 @@ def _guard(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             raise ProtocolError(
                 f"{type(self).__name__}.{name}() used parameters while they were sharded: only "
                 "forward unshards them by itself. Call fullshard.register_fsdp_forward_method("
-                f"module, {name!r}) once, or module.unshard() before; what writes to them, call "
-                "inside of fullshard.unshard_params(module)"
+                f"module, {name!r}) once, or module.unshard() before. If the method writes to "
+                "parameters, call it inside of fullshard.unshard_params(module)"
             ) from error
 
     return guarded
@@ -86,7 +86,7 @@ _LOAD_FULL = (
 
 
 def check_full_tensors(module: nn.Module, state: Mapping[str, Any], *, assign: bool) -> None:
-    """Refuse what ``load_state_dict`` cannot load, before it changes anything.
+    """Refuse a state dict that ``load_state_dict`` cannot load, before anything is changed.
 
     Raises:
         ConfigError: if plain tensors are given for sharded parameters that cannot copy their part.
@@ -119,9 +119,9 @@ _MOST_NAMES = 8  # names looked for; a module in more places than that needs no 
 def names_of(place: Place) -> list[str]:
     """Return the FQNs of ``place`` from the outermost modules around it, shortest first.
 
-    ``fully_shard`` is given a part of a model and is not told its name in the whole. So this looks
-    for modules around the part among all objects of the process, which takes as long as a garbage
-    collection: call it for errors only.
+    ``fully_shard`` is given a part of a model, without its name in the model. So this function
+    looks for modules around the part among all objects of the process. The search takes as long as
+    a garbage collection: call the function for errors only.
     """
     parents = _parents()
     found = {

@@ -1,4 +1,4 @@
-"""One Parameter over the whole shard of a unit, instead of pieces: ``use_orig_params=False``.
+"""One Parameter over all of a unit's shard, instead of pieces: ``use_orig_params=False``.
 
 The engine still works with the pieces, which users do not see. The flat parameter is another view
 of the memory of the pieces, and its gradient another view of the memory of their gradients.
@@ -39,7 +39,7 @@ class FlatParameter:
         self.bucket = bucket
         trainable = any(param.requires_grad for param in bucket.sharded_params)
         self.param = nn.Parameter(bucket.shard.data, requires_grad=trainable)
-        self._with_grad: set[int] = set()  # numbers of the pieces with a gradient
+        self._with_grad: set[int] = set()  # indices of the pieces with a gradient
         self.introduce()
 
     def copy(self, bucket: Bucket, memo: dict[Any, Any]) -> FlatParameter:
@@ -145,7 +145,7 @@ class FlatParameter:
 class FlatPlaces(Places):
     """Places that hold no parameters while these are sharded; one module shows the flat parameter.
 
-    As in PyTorch, attributes of the modules then stand for the parameters, with their dtypes.
+    As in PyTorch, attributes of the modules then replace the parameters and have their dtypes.
     """
 
     def __init__(self, places: Sequence[Sequence[Sequence[Place]]], holder: nn.Module) -> None:
@@ -182,7 +182,7 @@ class FlatPlaces(Places):
         self._stand_in(hidden)
 
     def _stand_in(self, hidden: bool) -> None:
-        """Let attributes stand for parameters, or remove them, as they hide ``_parameters``."""
+        """Set attributes in place of parameters, or remove them, as they hide ``_parameters``."""
         if hidden:
             self._refresh_absent()
         for slot, absent in zip(self._slots, self._absent, strict=False):
@@ -194,7 +194,7 @@ class FlatPlaces(Places):
                 del attributes[slot.name]
 
     def _refresh_absent(self) -> None:
-        """Make the stand-ins, unless those that there are tell the same of the parameters."""
+        """Make the stand-ins, unless the existing ones still describe the parameters."""
         for front in self.fronts:  # one at most
             spec = front.bucket.spec
             dtype = spec.unsharded_dtype(front.bucket.shards.dtype)
@@ -209,7 +209,7 @@ class FlatPlaces(Places):
 
     @contextmanager
     def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """See ``Places``; otherwise modules show the flat parameter or whole parameters."""
+        """See ``Places``; otherwise modules show the flat parameter or unsharded parameters."""
         for front in self.fronts:
             front.follow()
         before = self.shows_sharded, self.hidden_by

@@ -42,37 +42,39 @@ def fully_shard(
 ) -> Modules:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
-    Each call makes a *unit* of the parameters below ``module`` that no inner call owns: they are
-    gathered together before the module's forward and backward and freed afterwards, and their
-    gradients are reduced together. Call this bottom-up, on a model's blocks first and on the model
-    last, then build the optimizer. The interface is that of ``torch.distributed.fsdp.fully_shard``.
+    Each call makes a *unit* of the parameters below ``module`` that no inner call owns. A unit's
+    parameters are gathered together before the module's forward and backward and freed afterwards,
+    and their gradients are reduced together. Call this bottom-up, on a model's blocks first and on
+    the model last, then build the optimizer. The interface is that of
+    ``torch.distributed.fsdp.fully_shard``.
 
     Args:
         module: the module, or a list or tuple of modules that form one unit. Parameters must be
             contiguous and, with ``PerParameter()``, have at least one dim.
-        mesh: a 1-D mesh of the data-parallel ranks, or a 2-D mesh with dim names (HSDP): parameters
-            are cut along the second dim, ranks along the first dim hold replicas, and gradients are
-            reduced over both. None: all ranks, on the accelerator if the default process group
-            serves it, else on the CPU; a process group is made if there is none.
+        mesh: a 1-D mesh of the data-parallel ranks, or a 2-D mesh with dim names (HSDP). Over a
+            2-D mesh, parameters are cut along the second dim, ranks along the first dim hold
+            replicas, and gradients are reduced over both. None: all ranks, on the accelerator if
+            the default process group serves it, else on the CPU; a process group is made if there
+            is none.
         reshard_after_forward: True frees the parameters after forward and gathers them again in
             backward; False keeps them unsharded in between. None: False for the module that is the
-            root of a forward, True for others. An int k, which must divide the number of shards:
-            each rank keeps a k-th of the parameters after forward, and backward gathers within
-            groups of k neighboring ranks; k = number of shards means True, 1 means False.
+            root of a forward, True for others. With an int k, which must divide the number of
+            shards, each rank keeps a k-th of the parameters after forward. Backward then gathers
+            within groups of k neighboring ranks. k = number of shards means True, 1 means False.
         mp_policy: dtypes of computation and communication, see ``MixedPrecisionPolicy``.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients on the CPU, where the
             optimizer then runs; without effect on a CPU mesh. None means no offload.
         ignored_params: parameters that this call leaves alone.
         shard_placement_fn: called with each parameter; returns the tensor dim to cut, as
-            ``Shard(dim)``, which need not divide evenly, or None for dim 0. It may also return a
-            ``ShardPlacementResult`` to choose another mesh, such as that of experts.
+            ``Shard(dim)``, which need not divide evenly, or None for dim 0. To choose another mesh,
+            such as that of experts, the function returns a ``ShardPlacementResult``.
         dp_mesh_dims: the data-parallel dims of ``mesh``, as ``DataParallelMeshDims``, if parameters
             are already DTensors on ``mesh``, replicated over these dims.
         layout: the arrangement of parameters in the shards. ``PerParameter()`` cuts each parameter
             on one dim, as ``DTensor`` does. ``Ragged()`` concatenates parameters and cuts the
             result into equal shards, which gathers without a copy and shows ``RaggedTensor`` s;
             with ``Ragged()``, ``shard_placement_fn`` cannot choose a dim.
-        wire: how parameters and gradients travel, see ``WirePolicy``; by default, as they are.
+        wire: the formats in which parameters and gradients are sent, see ``WirePolicy``.
 
     Returns:
         The object passed in. The class of each module is now ``FSDP<Name>``, a subclass of
@@ -85,7 +87,7 @@ def fully_shard(
             (``NotImplementedError`` s).
         ProtocolError: if called during a forward or backward.
 
-        Whatever is raised, nothing was changed.
+        After any of these errors, nothing was changed.
     """
     choices = checked_choices(
         mesh=mesh,

@@ -199,7 +199,7 @@ class _StateDictHooks:
     def before_load(self, module: nn.Module, *_: Any) -> None:
         self.unit.check_shown("load_state_dict()")
         self.places.hide_unsharded(self.unit, module)
-        self.unit.wait_for_readers()  # before what they read is written
+        self.unit.wait_for_readers()  # before the shards are written
         if not self.unit.is_lent:  # else that is done when the loan ends
             engine_of(self.unit).weights_changed()  # also if the load raises after some writes
 

@@ -79,7 +79,7 @@ class DataMesh:
 
     mesh: DeviceMesh
     shard_dim: int | None = 0
-    """Parameters are cut over the ranks along this dim; None: every rank keeps whole parameters."""
+    """Parameters are cut over the ranks along this dim; None: every rank keeps full parameters."""
     replicate_dim: int | None = None
     """Ranks along this dim hold replicas; None: there is one copy."""
     spmd: SpmdMesh | None = None

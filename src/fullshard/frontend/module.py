@@ -30,7 +30,7 @@ class PendingGradient(NamedTuple):
     """The gradient of one parameter after backwards that did not reduce it completely."""
 
     unreduced: Tensor | None
-    """The sum of this rank's own whole gradients, in the accumulation dtype."""
+    """The sum of this rank's own unsharded gradients, in the accumulation dtype."""
     partial: Tensor | None
     """This rank's piece of the gradient reduced over shards, but not yet over replicas."""
 
@@ -159,7 +159,7 @@ class FSDPModule(CommunicationControls):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward reduces gradients; if not, they add up whole until a backward does.
+        """Set whether backward reduces gradients; if not, they add up until a backward does.
 
         On a mesh with replicas this also calls ``set_requires_all_reduce`` with the same value.
         """
@@ -315,9 +315,9 @@ class FSDPModule(CommunicationControls):
         them. Call ``wait`` before the next forward.
 
         Raises:
-            ProtocolError: if backwards end automatically, this is not the root, a forward or
-                backward is running, ``wait`` of an earlier handle was not called, or gradients
-                would not be reduced over replicas.
+            ProtocolError: if backwards end automatically, this is not the root, or a forward or
+                backward is running. Also if ``wait`` of an earlier handle was not called, or
+                gradients would not be reduced over replicas.
         """
         return finalize(unit_and_engine(self)[0], async_op=async_op)
 
@@ -361,8 +361,8 @@ class FSDPModule(CommunicationControls):
     def copied_nbytes(self) -> int:
         """Return the bytes that copies and casts in the whole tree wrote so far on this rank.
 
-        These are copies between shards, whole parameters and gradients, without what collectives do
-        with their inputs and outputs. Use the difference of two calls. No PyTorch counterpart.
+        Copies between shards, unsharded parameters and gradients are counted; copies inside of
+        collectives are not. Use the difference of two calls. No PyTorch counterpart.
         """
         return unit_and_engine(self)[1].meter.copied_nbytes
 
@@ -374,7 +374,7 @@ class FSDPModule(CommunicationControls):
     ) -> Any:
         """Load as any module does, from DTensors with the placements of the parameters.
 
-        A RaggedTensor also copies its part of a whole plain tensor, unless ``assign`` is True.
+        A RaggedTensor also copies its part of a full plain tensor, unless ``assign`` is True.
 
         Raises:
             ConfigError: if other sharded parameters get plain tensors; nothing was changed.

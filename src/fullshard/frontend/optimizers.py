@@ -27,7 +27,7 @@ def check_optimizers_again() -> None:
 
 @_torch.never_compiled
 def _check_optimizer(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse a step that would train nothing or something else, before anything is changed."""
+    """Refuse a step that would train nothing, or not as the unsharded model; change nothing."""
     num_params = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == num_params:
         return

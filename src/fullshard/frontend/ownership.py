@@ -21,12 +21,12 @@ _members: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.Weak
 # Modules whose own parameters are sharded, and the units those belong to.
 _owners: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Unit]]]
 _owners = weakref.WeakKeyDictionary()
-# Whole parameters that were sharded but stay alive, because something outside refers to them.
+# Original parameters that were sharded but stay alive, because something outside refers to them.
 _originals: MutableMapping[Tensor, _Original] = WeakIdKeyDictionary()
 
 
 class _Original(NamedTuple):
-    """The unit and the place of a whole parameter that was sharded; all references are weak."""
+    """The unit and the place of a parameter before it was sharded; all references are weak."""
 
     name: str
     unit: weakref.ref[Unit]
@@ -79,7 +79,7 @@ def sharded_twin_of(param: nn.Parameter) -> tuple[str, nn.Parameter | None]:
 
 
 def names_of_stepped(params: Iterable[Tensor]) -> dict[nn.Parameter, str]:
-    """Return those of ``params`` that stand for one sharded parameter each, with their FQNs."""
+    """Return those of ``params`` that are sharded parameters of their own, with their FQNs."""
     asked = {id(param) for param in params}
     units = {unit for reference in list(_members.values()) if (unit := reference()) is not None}
     return {

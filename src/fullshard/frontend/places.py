@@ -49,7 +49,7 @@ class Places:
             for number, alike in enumerate(params)
             for place in alike
         ]
-        self._unplaced: list[tuple[int, int]] = []  # bucket and number, of parameters tied away
+        self._unplaced: list[tuple[int, int]] = []  # bucket and index, of parameters tied away
         self._index()
         self.shows_sharded = True
         self.hidden_by: nn.Module | None = None
@@ -363,7 +363,7 @@ def _own(buckets: Sequence[Bucket]) -> dict[int, tuple[int, int]]:
 def _numbered(
     params: Sequence[Sequence[nn.Parameter] | None],
 ) -> Iterator[tuple[nn.Parameter, tuple[int, int]]]:
-    """Yield the parameters of all buckets, each with its bucket and its number there."""
+    """Yield the parameters of all buckets, each with its bucket and its index there."""
     for bucket, own in enumerate(params):
         for number, param in enumerate(own or ()):
             yield param, (bucket, number)

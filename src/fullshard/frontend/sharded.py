@@ -116,9 +116,10 @@ class ShardedModule:
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as any module does; those of shards, too, if whole parameters are shown.
+        """Clear gradients as any module does; also those of shards behind unsharded parameters.
 
-        Whole parameters are shown between forward and backward, so also after a failed backward.
+        Modules show unsharded parameters between forward and backward, so also after a failed
+        backward.
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
         module: nn.Module = self  # type: ignore[assignment]
@@ -145,20 +146,21 @@ class ShardedModule:
 
         For experts, branches that depend on data, layers dropped by each rank for itself. A skip
         counts as zeros: gradients are the mean over all ranks, ``grad`` is None where no rank had
-        one. What ranks may skip is gathered, freed and reduced with the nearest unit around that
-        they may not skip, which has to run, forward and backward, on all ranks, and whose
-        ``reshard_after_forward`` decides. While it runs, its own and all their parameters are in
-        memory, and their gradients until its backward ends; no rank has to agree on anything.
+        one. The unit is gathered, freed and reduced with its nearest ancestor that is not
+        skippable. All ranks must run that ancestor, forward and backward, and the ancestor's
+        ``reshard_after_forward`` applies. While the ancestor runs, its own parameters and those of
+        its skippable units are in memory; their gradients are in memory until its backward ends.
+        No rank has to agree on anything.
 
-        Call this after ``fully_shard`` on the root, between steps, on all ranks. The units inside
-        of one that ranks may skip may be skipped as well, whatever they are set to. No PyTorch
+        Call this after ``fully_shard`` on the root, between steps, on all ranks. Units inside of a
+        skippable unit may be skipped as well, regardless of their own setting. No PyTorch
         counterpart; see ``docs/skipping.md``.
 
         Raises:
             ArgumentTypeError: if ``tolerant`` is not a bool.
             BusyError: during a forward or backward, or while ``unshard_params`` lends a unit.
-            ConfigError: if a unit is in no other unit, so that there is nothing to run instead, or
-                a unit is inside of two units, neither of which is inside of the other.
+            ConfigError: if a unit is in no other unit, so that there is nothing to run instead.
+                Also if a unit is inside of two units, neither of which is inside of the other.
         """
         engine = unit_and_engine(self)[1]
         _check_may_tolerate(self._units(recurse), engine, tolerant)
@@ -168,18 +170,18 @@ class ShardedModule:
         self._set(recurse, skip_tolerant=tolerant)
 
     def set_gradient_check(self, enabled: bool) -> None:
-        """Set whether gradients are looked at before they are reduced, also of units inside.
+        """Set whether gradients are checked before they are reduced, also of units inside.
 
-        Afterwards an infinity or NaN of one rank is on all ranks. Reads all gradients of this rank
-        in each backward, and the host waits for the device. No PyTorch counterpart.
+        After the reduction, an infinity or NaN of one rank is on all ranks. The check reads all
+        gradients of this rank in each backward, and the host waits for the device. No PyTorch
+        counterpart.
         """
         look_for_suspects(self._units(recurse=True), enabled=enabled)
 
     def nonfinite_gradients(self) -> list[str]:
-        """Return, and forget, which gradients of this rank ``set_gradient_check`` found not finite.
+        """Return and clear the non-finite gradients of this rank that ``set_gradient_check`` found.
 
-        Each as text, parameter and unit, in the order of the model: backward came to the last one
-        first.
+        Strings "param (unit)", in model order; backward reached the last entry first.
         """
         return take_suspects(self, self._units(recurse=True))  # type: ignore[arg-type]
 
@@ -198,14 +200,14 @@ class ShardedModule:
     def set_wire_check(self, enabled: bool) -> None:
         """Set whether ``wire_errors`` is measured, also of units inside; see ``docs/wire.md``.
 
-        What is encoded is then decoded on the rank that sends it, and compared; nothing else is
-        sent. No PyTorch counterpart.
+        The sending rank then decodes its encoded data and compares it with the values; nothing else
+        is sent. No PyTorch counterpart.
         """
         for bucket in (bucket for unit in self._units(recurse=True) for bucket in unit.buckets):
             bucket.spec.wire_check.enabled = enabled
 
     def wire_errors(self) -> WireErrors:
-        """Return, and forget, how much of what this rank sent was lost since the last call.
+        """Return and clear the relative errors of the data that this rank sent since the last call.
 
         Call this between steps; the host waits for the device.
         """
@@ -247,7 +249,7 @@ def unit_and_engine(module: Any) -> tuple[Unit, Engine]:
 
 
 def _check_may_tolerate(units: Sequence[Unit], engine: Engine, tolerant: bool) -> None:
-    """Refuse ``set_skip_tolerance(tolerant)`` in the middle of a step, or for what is the root."""
+    """Refuse ``set_skip_tolerance(tolerant)`` in the middle of a step, or for the root."""
     what = f"set_skip_tolerance({tolerant!r})"
     if not isinstance(tolerant, bool):
         raise ArgumentTypeError(f"{what}: expected a bool")
@@ -263,7 +265,7 @@ def _check_may_tolerate(units: Sequence[Unit], engine: Engine, tolerant: bool) -
 
 
 def _check_one_around(engine: Engine, what: str) -> None:
-    """Refuse units that lie in two others side by side: either may run without the other."""
+    """Refuse units inside of two units that are not nested: either may run without the other."""
     around: dict[Unit, Unit] = {}
     for unit in engine.units:  # from the inside out
         inside = [one for one in units_below(members_of(unit)) if one is not unit]
@@ -322,14 +324,14 @@ class Suspects:
 
 
 def look_for_suspects(units: Iterable[Unit], *, enabled: bool) -> None:
-    """Look at the gradients of ``units`` from now on, or do not."""
+    """Start or stop checking the gradients of ``units``."""
     for bucket in (bucket for unit in units for bucket in unit.buckets):
         if (_of(bucket) is not None) != enabled:
             bucket.change_reduction(inspect=Suspects() if enabled else None)
 
 
 def take_suspects(module: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Return what was found in ``module``, in words and in the order of it, and forget it."""
+    """Return and clear the findings below ``module``, in model order."""
     prefixes = {inner: prefix for prefix, inner in module.named_modules()}
     turns = {inner: turn for turn, inner in enumerate(prefixes)}
     found: dict[tuple[int, int], tuple[int, str]] = {}
