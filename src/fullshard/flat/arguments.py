@@ -78,7 +78,7 @@ class Arguments(nn.Module):
 
     @property
     def rank(self) -> int:
-        """This rank's number in ``process_group``."""
+        """This rank's index in ``process_group``."""
         return self.process_group.rank()
 
     @property

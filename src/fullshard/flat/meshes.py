@@ -22,7 +22,7 @@ def data_mesh_of(
     *,
     wraps_children: bool,
 ) -> DataMesh:
-    """Return the mesh, and which of its dims shard and replicate, for ``strategy``.
+    """Return the mesh for ``strategy``, with the dims that shard and replicate.
 
     If only one rank would shard a copy, ranks replicate. ``device`` is that of ``device_id``.
 

@@ -50,7 +50,7 @@ class OptimStateDicts:
         Args:
             model: the model whose parameters ``optim`` steps.
             optim: the optimizer.
-            optim_state_dict: the state, by parameter numbers or names; None: that of
+            optim_state_dict: the state, by parameter indices or names; None: that of
                 ``optim.state_dict()``. If it has no groups, the result has no groups.
             group: accepted without effect; the ranks are those of the model.
 
@@ -87,7 +87,7 @@ class OptimStateDicts:
             optim: the optimizer.
             optim_state_dict: a result of ``optim_state_dict``, for any wrapping and number of
                 ranks; if ``rank0_only`` is set, only that of the first rank is used.
-            is_named_optimizer: ``optim`` expects parameter names instead of numbers.
+            is_named_optimizer: ``optim`` expects parameter names instead of indices.
             load_directly: load the result into ``optim`` as well.
             group: accepted without effect; the ranks are those of the model.
 
@@ -177,13 +177,13 @@ class OptimStateDicts:
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> StateDict:
-        """Return a full optimizer state dict keyed by numbers instead of names, or the reverse.
+        """Return a full optimizer state dict keyed by indices instead of names, or the reverse.
 
         ``model`` is unwrapped; without ``optim`` its parameters are numbered in its own order.
 
         Raises:
             AssertedConfigError: if ``optim_state_key_type`` is not an ``OptimStateKeyType``.
-            ConfigError: if keys are neither all names nor all numbers, or belong to parameters
+            ConfigError: if keys are neither all names nor all indices, or belong to parameters
                 that the model or the optimizer does not have.
         """
         kind = getattr(optim_state_key_type, "name", None)
@@ -269,7 +269,7 @@ def _warn_of_input(optim_input: Any) -> None:
 
 
 def _numbered(model: nn.Module, optim: Optimizer, saved: StateDict) -> StateDict:
-    """Return ``saved``, keyed by numbers or names, with the parameter numbers of ``optim``."""
+    """Return ``saved``, keyed by indices or names, with the parameter indices of ``optim``."""
     state: dict[Any, Any] = saved["state"]
     if not all(isinstance(key, int) for key in state):
         number_of = {name: number for number, name in enumerate(_names(model, optim))}

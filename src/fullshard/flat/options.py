@@ -50,7 +50,7 @@ class ShardingStrategy(enum.Enum):
 
     @property
     def keeps(self) -> bool:
-        """Return whether parameters stay whole between forward and backward."""
+        """Return whether parameters stay unsharded between forward and backward."""
         return self in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
@@ -70,7 +70,7 @@ class StateDictType(enum.Enum):
     """The kind of values in a state dict."""
 
     FULL_STATE_DICT = enum.auto()
-    """Whole plain tensors."""
+    """Full plain tensors."""
     LOCAL_STATE_DICT = enum.auto()
     """This rank's flat parameter. Obsolete and refused."""
     SHARDED_STATE_DICT = enum.auto()
@@ -78,7 +78,7 @@ class StateDictType(enum.Enum):
 
 
 class OptimStateKeyType(enum.Enum):
-    """The keys of optimizer state: parameter names or numbers."""
+    """The keys of optimizer state: parameter names or indices."""
 
     PARAM_NAME = enum.auto()
     PARAM_ID = enum.auto()
@@ -180,7 +180,7 @@ class StateDictSettings:
 
 
 def as_cpu_offload(given: Any) -> CPUOffload:
-    """Return the user's ``cpu_offload``; None is the default.
+    """Return the user's ``cpu_offload``, or the default if that is None.
 
     Raises:
         ArgumentTypeError: if it is not a ``CPUOffload``.
@@ -199,7 +199,7 @@ def as_offload(given: CPUOffload, device: torch.device) -> Offload | None:
 
 
 def as_strategy(given: Any) -> ShardingStrategy:
-    """Return the user's ``sharding_strategy``, see ``member_of``; None is the default."""
+    """Return the user's ``sharding_strategy``, by default ``FULL_SHARD``; see ``member_of``."""
     default = ShardingStrategy.FULL_SHARD
     return member_of(ShardingStrategy, given or default, "sharding_strategy")
 

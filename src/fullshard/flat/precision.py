@@ -119,8 +119,8 @@ class Precision:
             raise ProtocolError(
                 f"unit {unit.name or '(root)'} has MixedPrecision(full_precision_in_eval=True) and "
                 f"went {'out of' if training else 'into'} eval(), but the wrapper whose forward is "
-                "running has not; give it to the outermost wrapper too, and do not change modes "
-                "in a forward"
+                "running has not. Give the option to the outermost wrapper too, and do not change "
+                "modes in a forward"
             )
         engine.reset_wires([unit])
         self.in_eval = not training

@@ -151,7 +151,7 @@ class StateDicts(nn.Module):
         """Return a mapping that makes ``torch.distributed.checkpoint.state_dict`` fail.
 
         Without ``patch_torch``, PyTorch does not know the wrapper: names would keep its prefix, and
-        pieces of parameters and of optimizer state would be taken for whole tensors.
+        local shards of parameters and of optimizer state would be taken for full tensors.
         """
         return _NotKnown()
 

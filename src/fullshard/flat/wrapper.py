@@ -86,7 +86,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             so that an optimizer built earlier works; False: one flat parameter per unit.
         ignored_states: parameters, or modules, that are not sharded.
         device_mesh: the ranks as a mesh; with a hybrid strategy 2-D, with copies along dim 0.
-        wire: how parameters and gradients travel, see ``WirePolicy``; not an argument of PyTorch's.
+        wire: the formats of sent parameters and gradients, see ``WirePolicy``; not in PyTorch.
 
     Raises:
         ConfigError, ArgumentTypeError: for arguments that cannot work, such as a policy for a
@@ -214,7 +214,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
 
     @_torch.not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module, whose parameters are whole at this time."""
+        """Run the wrapped module, whose parameters are unsharded at this time."""
         unit = self._unit
         if unit.is_lent:  # parameters have their own dtypes
             return getattr(self, WRAPPED)(*args, **kwargs)
@@ -289,7 +289,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients whole and unreduced in a ``with`` block; a later backward reduces them.
+        """Keep gradients unsharded in a ``with`` block; a later backward reduces them.
 
         Raises:
             ProtocolError: if another wrapper encloses this one, or a forward or backward runs.
@@ -316,7 +316,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             ProtocolError: if another wrapper encloses this one, or a forward or backward runs.
         """
         self._check_root("clip_grad_norm_()")
-        engine_of(self._unit).reshard_all()  # no_sync() may leave whole parameters, without grads
+        engine_of(self._unit).reshard_all()  # no_sync() may leave unsharded params, without grads
         params = list(self.parameters())
         if all(param.grad is None for param in params):
             warnings.warn(
