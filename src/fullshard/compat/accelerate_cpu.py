@@ -1,9 +1,10 @@
-"""Let Hugging Face's Accelerate shard on CPUs if it was asked to.
+"""Make Hugging Face's Accelerate shard on CPUs if a program gives it the FSDP plugin.
 
-``Accelerator(fsdp_plugin=...)``, and what builds on it (the trainers of transformers and TRL), asks
-what kind of device there is before it asks for the plugin, and on CPUs takes DDP without a word.
-PyTorch's FSDP once did not run on CPUs; ours does. Here the same plugin has the same effect on CPUs
-as on GPUs. Accelerate is never imported here: it is changed when a program imports it.
+``Accelerator(fsdp_plugin=...)`` looks at the kind of device before it looks at the plugin. On CPUs
+it uses DDP without a warning. The trainers of transformers and TRL build on ``Accelerator``, so
+they do the same. PyTorch's FSDP once did not run on CPUs; ours does. With this file, the plugin has
+the same effect on CPUs as on GPUs. Accelerate is never imported here: it is changed when a program
+imports it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _MODULE = "accelerate.state"
 class ShardsOnCpus(MetaPathFinder):
     """The change of Accelerate, now or as soon as it is imported, until ``undo``.
 
-    As a finder it finds nothing itself, and changes Accelerate's module once that is imported.
+    As a finder, the class only notices the import; other finders find the module. After the import
+    the class changes Accelerate's module.
     """
 
     def __init__(self) -> None:
@@ -44,7 +46,7 @@ class ShardsOnCpus(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what the other finders find, with a loader that reports the import."""
+        """Return the spec that the other finders find, with a loader that reports the import."""
         if fullname != _MODULE:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
@@ -93,7 +95,7 @@ def _with_fsdp_on_cpus(module: ModuleType, theirs: Callable[..., None]) -> Calla
 
 
 def _take_plugin(module: Any, state: Any, plugin: Any) -> None:
-    """Do to ``state`` what Accelerate does on accelerators."""
+    """Set up ``state`` as Accelerate does on accelerators."""
     shared = module.PartialState._shared_state
     kind = type(state.distributed_type).FSDP
     if state.mixed_precision != "no":

@@ -24,19 +24,19 @@ from fullshard.schedule.state import IN_USE
 
 
 def module_state(module: nn.Module) -> Any:
-    """Return the FSDP1 state of ``module``, which our wrapper is itself; None if it has none."""
+    """Return the FSDP1 state of ``module``, for our wrapper itself; None if there is no state."""
     ours = isinstance(module, FullyShardedDataParallel)
     return module if ours else originals[module_state](module)
 
 
 def state_if_sharded(module: nn.Module) -> Any:
-    """Return the same; PyTorch's function also asks whether the state is that of ``module``."""
+    """Return the same; PyTorch's function also checks that the state is that of ``module``."""
     ours = isinstance(module, FullyShardedDataParallel)
     return module if ours else originals[state_if_sharded](module)
 
 
 def lazy_init(state: Any, root_module: nn.Module) -> Any:
-    """Do nothing for our wrappers, because nothing is initialised late."""
+    """Do nothing for our wrappers, because they initialize at construction."""
     ours = isinstance(state, FullyShardedDataParallel)
     return state if ours else originals[lazy_init](state, root_module)
 
@@ -96,7 +96,7 @@ Shown = Mapping[str, Callable[[FullyShardedDataParallel], object]]
 
 
 class Handle(View):
-    """The handle of a wrapper with parameters of its own (``FlatParamHandle``), of the wrapper."""
+    """The ``FlatParamHandle`` of a wrapper that has parameters of its own."""
 
     stands_for = "_flat_param.FlatParamHandle"
     shown: ClassVar[Shown] = {
@@ -129,7 +129,7 @@ def _handle(fsdp: FullyShardedDataParallel) -> Handle | None:
 
 
 def _wrappers_of_root(fsdp: FullyShardedDataParallel) -> list[FullyShardedDataParallel]:
-    """Return a root's wrappers, itself first; [] for others, as PyTorch has it."""
+    """Return the wrappers of a root, the root first; [] for inner wrappers, as in PyTorch."""
     return fsdp.fsdp_modules(fsdp) if fsdp._is_root else []
 
 

@@ -1,4 +1,4 @@
-"""Tell programs that patched the implementation of PyTorch's FSDP that this has no effect here."""
+"""Warn programs that patch the implementation of PyTorch's FSDP: such patches have no effect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IMPLEMENTATION = {
 
 
 class IneffectivePatches:
-    """Warns, once for each name, of functions that a program put in the place of PyTorch's."""
+    """Warns, once for each name, of functions with which a program replaced PyTorch's."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -46,7 +46,7 @@ class IneffectivePatches:
 
 
 def _replaced() -> Iterator[str]:
-    """Yield the names of PyTorch's functions and methods that are another program's now."""
+    """Yield the names of PyTorch's functions and methods that a program has replaced."""
     for name, classes in _IMPLEMENTATION.items():
         module = torch_file(name)
         yield from _foreign("", module)

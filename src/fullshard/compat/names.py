@@ -79,11 +79,11 @@ SHOWN: dict[str, dict[str, object]] = {
     },
 }
 """The names that programs find in files of PyTorch's implementation, while PyTorch is
-patched: the same table as ``OURS``, but the functions in those files go on using PyTorch's."""
+patched: the same table as ``OURS``, but the functions in those files keep using PyTorch's."""
 
 BUILT_ON_SHOWN = ("torch.distributed._composable.replicate_with_fsdp",)
-"""Modules of PyTorch's that import names of ``SHOWN`` for their own use. They are imported before
-anything is shown."""
+"""Modules of PyTorch's that import names of ``SHOWN`` for their own use. ``patch_torch`` imports
+these modules before it shows ours."""
 
 # Modules that implement PyTorch's FSDP or depend on its internals.
 _IMPLEMENTATION = (

@@ -41,7 +41,7 @@ from fullshard.tensors import DTensorForm, PlainForm, RaggedTensor
 
 
 def state_in_machine(unit: Unit) -> UnitState:
-    """Return what the scheduler knows of ``unit`` at this moment."""
+    """Return the scheduler's current state of ``unit``."""
     return engine_of(unit).scheduler.residents.units[unit.key]
 
 
@@ -258,7 +258,7 @@ class ParamGroup(View):
 
 
 class Param(View):
-    """A parameter of a group (``FSDPParam``), of a unit, its bucket and the parameter's number."""
+    """A parameter of a group (``FSDPParam``), of a unit, its bucket and the parameter's index."""
 
     stands_for = "_fully_shard._fsdp_param.FSDPParam"
     shown: ClassVar[Mapping[str, Callable[[Unit, Bucket, int], object]]] = {
