@@ -139,8 +139,8 @@ class LostRankError(PeerError):
 class TornStepError(FullshardError, RuntimeError):
     """Weights may differ among ranks from now on; go back to a checkpoint.
 
-    An exception was caught on a rank that struck it after its last collective of a step, which
-    others ended and stepped, or in the middle of a step of its optimizer.
+    One rank caught an exception after the step's last collective, when the others had already
+    stepped, or in the middle of a step of its optimizer.
     """
 
 

@@ -74,7 +74,7 @@ def fully_shard(
             on one dim, as ``DTensor`` does. ``Ragged()`` concatenates parameters and cuts the
             result into equal shards, which gathers without a copy and shows ``RaggedTensor`` s;
             with ``Ragged()``, ``shard_placement_fn`` cannot choose a dim.
-        wire: the formats in which parameters and gradients are sent, see ``WirePolicy``.
+        wire: formats of sent parameters and gradients, see ``WirePolicy``; unchanged by default.
 
     Returns:
         The object passed in. The class of each module is now ``FSDP<Name>``, a subclass of

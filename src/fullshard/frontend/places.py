@@ -94,7 +94,7 @@ class Places:
 
     @contextmanager
     def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Let state dicts see the sharded parameters in the block; here hooks do so already."""
+        """Show sharded parameters to state dicts in the block; here hooks do so already."""
         yield
 
     @contextmanager

@@ -16,15 +16,15 @@ bytes.
     Layout.describe()              the padding and the cuts as text; also ``print(layout)``.
     subset(layout, params)         the layout of some of the parameters, without room for the rest.
 
-For example, two parameters, w of shape (5, 2) and b of shape (5,), on 2 ranks with align=2. A dot
-is an element of padding.
+The example has two parameters, w of shape (5, 2) and b of shape (5,), on 2 ranks with align=2. A
+dot is an element of padding.
 
     PerParameter   rank 0  w0 w1 w2 w3 w4 w5 | b0 b1 b2 .       cut between rows, as DTensor does
                    rank 1  w6 w7 w8 w9 .  .  | b3 b4 .  .
     Ragged         rank 0  w0 w1 w2 w3 w4 w5 w6 w7              end to end, cut anywhere
                    rank 1  w8 w9 | b0 b1 b2 b3 b4 .
 
-`Ragged` may also keep rows, blocks or whole parameters uncut. It then plans their places in four
+`Ragged` may also leave rows, blocks or parameters uncut. It then plans their places in four
 modules. `packing` states the problem, and `bound` proves a lower bound on the length of shards.
 `orders` packs shards of a given length, and `planner` finds the length.
 """

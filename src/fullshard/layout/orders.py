@@ -124,7 +124,7 @@ def coarse_first(problem: Problem, groups: Sequence[Group], shard: int) -> tuple
     is none, it takes an item that can start soonest. If no item may be cut, this is
     first-fit-decreasing, the usual rule for bin packing.
 
-    For example, items 0 and 1 must not be cut, item 2 has blocks of 2, and shard=10.
+    In the example, items 0 and 1 must not be cut, item 2 has blocks of 2, and shard=10.
 
         0 0 0 0 0 0 2 2 2 2 | 2 2 2 2 1 1 1 1 1 1
 

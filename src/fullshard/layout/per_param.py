@@ -20,8 +20,8 @@ class PerParameter:
     later ranks keep nothing. Every parameter has a slot in the shard, at the same offset on all
     ranks, as large as a full piece.
 
-    For example, w of shape (5, 2) is cut on dim 0 and u of shape (2, 3) on dim 1, over 4 ranks with
-    align=2. Full pieces are ceil(5 / 4) = 2 rows of w and ceil(3 / 4) = 1 column of u.
+    In the example, w of shape (5, 2) is cut on dim 0 and u of shape (2, 3) on dim 1, over 4 ranks
+    with align=2. Full pieces are ceil(5 / 4) = 2 rows of w and ceil(3 / 4) = 1 column of u.
 
         rank 0   w0 w1 w2 w3 | u0 u3
         rank 1   w4 w5 w6 w7 | u1 u4

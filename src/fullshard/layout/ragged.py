@@ -22,7 +22,7 @@ NAMES = ("element", "row", "tensor")
 class Ragged:
     """A strategy that cuts one buffer into equal shards, only where its parameters may be cut.
 
-    For example, w has shape (5, 2) and b has shape (5,), on 3 ranks with align=1.
+    In the example, w has shape (5, 2) and b has shape (5,), on 3 ranks with align=1.
 
         Ragged()           w0 w1 w2 w3 w4 | w5 w6 w7 w8 w9 | b0 b1 b2 b3 b4
         Ragged("row")      w0 w1 w2 w3 w4 w5 | w6 w7 w8 w9 .  .  | b0 b1 b2 b3 b4 .

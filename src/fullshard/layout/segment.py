@@ -12,7 +12,7 @@ class Segment:
 
     An interval has ``count == 1``, and then `step` is the numel of the parameter.
 
-    For example, the right half of a (2, 6) parameter cut on dim 1, at the start of rank 1's shard.
+    The example is the right half of a (2, 6) parameter cut on dim 1, first in rank 1's shard.
 
         0  1  2 [3  4  5]
         6  7  8 [9 10 11]       Segment(param=0, start=3, length=3, count=2, step=6, shard_offset=0)
@@ -74,7 +74,7 @@ class Band:
     `segment` shifted by ``i * segment.length`` elements. A layout stores bands rather than one
     segment per rank: a parameter has at most a handful of bands, however many ranks there are.
 
-    For example, a (2, 7) parameter cut on dim 1 over 5 ranks.
+    The example is a (2, 7) parameter cut on dim 1 over 5 ranks.
 
         0 1 | 2 3 |  4  5 |  6 |       ranks 0-2  length 2, count 2, step 7, start 0 (+2 per rank).
         7 8 | 9 10| 11 12 | 13 |       rank 3     length 1, count 2, step 7, start 6.

@@ -12,8 +12,8 @@ class Reductions:
 
     Each reduction holds a copy of its unit's gradients until the copy has been reduced over the
     shards. More reductions at a time cost memory; fewer make computation wait for communication.
-    With replicas, a reduction continues over these when another one needs its memory, and from then
-    on holds one shard.
+    With replicas, a reduction continues over the replicas when another one needs its memory, and
+    from then on holds one shard.
 
     ``open`` is True if a backward has begun since all reductions were ended. ``awaited`` is the
     index of the finalization whose handle will end the reductions, or None.

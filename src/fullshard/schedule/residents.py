@@ -170,7 +170,7 @@ class Residents:
 
         A rank may skip the units inside of such a unit as well. So the unit and those inside have
         one carrier: the nearest unit around that every rank runs. The carrier gathers, frees and
-        reduces them at moments that all ranks agree on, even if each rank runs others of them.
+        reduces them at moments that all ranks agree on, even if ranks run different ones.
         """
         around: list[UnitState] = []
         carried: dict[int, list[UnitState]] = {key: [] for key in self.units}

@@ -130,7 +130,7 @@ class Ahead(enum.Enum):
     AT_START = enum.auto()
     """Before the unit computes gradients, so that communication overlaps with all of it."""
     AT_END = enum.auto()
-    """After the unit is resharded, before its reduction: never are two units unsharded at once."""
+    """After the unit is resharded, before its reduction: two units are never unsharded at once."""
     NEVER = enum.auto()
 
 
