@@ -18,7 +18,8 @@
     |   `-- LostRankError         ... since its process is gone, or silent
     |-- TornStepError           ranks may have stepped weights unlike     (also RuntimeError)
     |-- NonFiniteError          a loss or gradient norm is not finite     (also RuntimeError)
-    `-- LayoutError             a layout would break its invariants       (also ValueError)
+    |-- LayoutError             a layout would break its invariants       (also ValueError)
+    `-- TorchVersionError       PyTorch lacks a name that is needed       (also ImportError)
 
 Each class also derives from the builtin that PyTorch raises in the same place, so that code written
 for PyTorch's FSDP still catches the same errors. A message says what was given, what was expected
@@ -46,6 +47,7 @@ __all__ = [
     "ProtocolError",
     "RaggedOperationError",
     "TornStepError",
+    "TorchVersionError",
     "UnsupportedError",
 ]
 
@@ -150,3 +152,7 @@ class NonFiniteError(FullshardError, RuntimeError):
 
 class LayoutError(FullshardError, ValueError):
     """A layout that would break one of its invariants."""
+
+
+class TorchVersionError(FullshardError, ImportError):
+    """A feature needs a private name of PyTorch that the installed version does not have."""

@@ -66,5 +66,5 @@ def test_no_builtin_is_raised() -> None:
 def test_each_is_also_what_pytorch_raises(name: str) -> None:
     error = getattr(errors, name)
     assert issubclass(error, errors.FullshardError)
-    kinds = (ValueError, TypeError, AssertionError, NotImplementedError, RuntimeError)
+    kinds = (ValueError, TypeError, AssertionError, NotImplementedError, RuntimeError, ImportError)
     assert issubclass(error, kinds)
