@@ -35,7 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fullshard
 from bench.contenders import FSDP1, FSDP2, PER_PARAMETER, RAGGED
 from bench.machine import table
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
+from fullshard._torch import device as _device
 from fullshard.device.streams import CpuLanes
 from fullshard.engine import copies
 
@@ -196,8 +197,8 @@ def as_on_a_gpu(launches: Launches | None = None) -> Iterator[None]:
 
     original = CpuLanes.read
     with (
-        mock.patch.object(_torch, "fuses_copies", lambda device: True),
-        mock.patch.object(_torch, "has_average", lambda group, device_type: True),
+        mock.patch.object(_device, "fuses_copies", lambda device: True),
+        mock.patch.object(_collectives, "has_average", lambda group, device_type: True),
         mock.patch.object(CpuLanes, "read", read),
         mock.patch.object(copies, "_DIRECT_NBYTES", copies._DIRECT_NBYTES // SCALE),
     ):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from bench.gpu.machine import Failed, Kernel, Machine, Verdict
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
 from fullshard.comm.native import Native
 from fullshard.device.wires import OnStream
 
@@ -20,7 +20,9 @@ def collectives(machine: Machine) -> Verdict:
     """Results in place, coalesced, and of a mean in each dtype, by our wrappers."""
     figures = {}
     with machine.alone() as group:
-        native = Native(machine.device.type, averages=_torch.has_average(group, _type(machine)))
+        native = Native(
+            machine.device.type, averages=_collectives.has_average(group, _type(machine))
+        )
         for dtype in DTYPES:
             values = torch.arange(NUMEL, device=machine.device).remainder(97).to(dtype)
             for averages in {machine.is_real, False}:
@@ -76,7 +78,7 @@ def streams(machine: Machine) -> Verdict:
         def run(*, in_order: bool) -> None:
             with machine.accelerator.stream(mine):
                 source.fill_(2)
-                work = _torch.all_gather(group, [output], [source], in_order=in_order)
+                work = _collectives.all_gather(group, [output], [source], in_order=in_order)
                 output.add_(1)
             if work is not None:
                 work.wait()

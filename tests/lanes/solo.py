@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
 from fullshard.comm import Done, Label, Pending, choose_wire
 
 __all__ = ["solo"]
@@ -72,7 +72,7 @@ def solo(world: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     last = choose_wire(Echo)
     try:
-        with patch.object(_torch, "timeout_of", lambda *_: timedelta(minutes=1)):
+        with patch.object(_collectives, "timeout_of", lambda *_: timedelta(minutes=1)):
             yield
     finally:
         choose_wire(last)

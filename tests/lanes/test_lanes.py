@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import _torch, comm
+from fullshard import comm
+from fullshard._torch import memory as _memory
 from fullshard.comm import Pending
 from fullshard.device import Buffer, BufferKind, Lane, StorageMeter, host_tensor
 from fullshard.device.streams import StreamLanes
@@ -77,7 +78,7 @@ def test_parts_with_a_storage_of_their_own_are_the_same_memory() -> None:
     with watched("written on compute", "read on stream 1") as checker:
         other = checker.accelerator.Stream()
         x = torch.zeros(8)
-        part = _torch.own_part(x, 4, (4,))
+        part = _memory.own_part(x, 4, (4,))
         other.wait_stream(checker.accelerator.current_stream())
         part.add_(1)
         with checker.accelerator.stream(other):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fullshard import _torch
+from fullshard._torch import memory as _memory
 from fullshard.tensors import announce_flat
 
 __all__ = ["NUMELS", "SHAPES", "neighbours", "parameters"]
@@ -23,7 +23,7 @@ def neighbours(seed: int, starts: Sequence[int] = (0, 8, 12, 16)) -> list[Tensor
     announce_flat(flat, zip(starts, NUMELS, strict=True))
     parts = []
     for number, (start, shape) in enumerate(zip(starts, SHAPES, strict=True)):
-        part = _torch.own_storage(flat.narrow(0, start, math.prod(shape)).view(shape))
+        part = _memory.own_storage(flat.narrow(0, start, math.prod(shape)).view(shape))
         values = torch.arange(part.numel(), dtype=torch.float64).view(shape)
         parts.append(part.copy_(torch.sin(values + seed + 10 * number)))
         part.flat = flat  # type: ignore[attr-defined]

@@ -40,20 +40,20 @@ COLLECTIVES = NEW_OR_DEPRECATED | set(
 SEAMS = {
     "register_forward_pre_hook": ("frontend/",),
     "register_forward_hook": ("frontend/",),
-    "register_post_accumulate_grad_hook": ("engine/autograd.py", "_torch.py"),
-    "register_multi_grad_hook": ("engine/autograd.py", "_torch.py"),
-    "register_prehook": ("engine/autograd.py", "_torch.py"),
-    "queue_callback": ("engine/autograd.py", "_torch.py"),
-    "register_hook": ("engine/autograd.py", "_torch.py"),
+    "register_post_accumulate_grad_hook": ("engine/autograd.py", "_torch/"),
+    "register_multi_grad_hook": ("engine/autograd.py", "_torch/"),
+    "register_prehook": ("engine/autograd.py", "_torch/"),
+    "queue_callback": ("engine/autograd.py", "_torch/"),
+    "register_hook": ("engine/autograd.py", "_torch/"),
     "resize_": ("device/",),
     "record_stream": ("device/",),
-} | dict.fromkeys(NEW_OR_DEPRECATED, ("_torch.py",))
+} | dict.fromkeys(NEW_OR_DEPRECATED, ("_torch/",))
 
 
 # The same for names that say something only with their module.
 DOTTED_SEAMS = {
     "torch.distributed.fsdp": ("compat/",),
-    "torch.distributed._composable": ("compat/", "_torch.py"),  # the registry of its functions
+    "torch.distributed._composable": ("compat/", "_torch/"),  # the registry of its functions
     "torch.Stream": ("device/",),
     "torch.Event": ("device/", "train/world.py"),
     "torch.cuda.Stream": ("device/",),
@@ -271,7 +271,7 @@ def collectives_outside_comm(files: Iterable[Source]) -> list[str]:
     """Collectives of ``torch.distributed`` anywhere but on the wire and in the trainer."""
     found = []
     for file in files:
-        if file.is_in(("comm/", "train/", "_torch.py")):
+        if file.is_in(("comm/", "train/", "_torch/")):
             continue
         aliases = set(_names_of_torch_distributed(file))
         for node in ast.walk(file.tree):
@@ -320,6 +320,53 @@ def import_cycles(files: Iterable[Source]) -> list[str]:
             edges = {name: edges[name] - free for name in edges.keys() - free}
         edges = {name: {other for other in edges if name in edges[other]} for name in edges}
     return [f"{name} and {', '.join(sorted(edges[name]))}" for name in sorted(edges)]
+
+
+# What does not count as private, see ``fullshard._torch``; names of Python's, in the last line.
+NOT_COUNTED = set(
+    "torch.utils._pytree torch.utils._python_dispatch"
+    " _parameters _modules _buffers _forward_hooks _base _is_view _schema _overloadname"
+    " _checkpoint_wrapped_module _enabled _scale _per_optimizer_states"
+    " _replace _asdict _getframe _current_frames".split()
+)
+OPERATORS = ("torch.", "aten.", "_aten.", "torch.ops.aten.")
+
+
+def private_names_outside_their_seam(files: Iterable[Source]) -> list[str]:
+    """Private names that ``_torch`` does not look up: imports, and attributes that are not ours."""
+    files = [file for file in files if not file.is_in(("compat/",))]
+    ours = NOT_COUNTED | {name for file in files for name in _defined(file)}
+    found = []
+    for file in files:
+        for item in imports_of(file):
+            is_private = "._" in item.full_name and is_or_below(item.module, "torch")
+            if is_private and not item.for_typing and item.module not in NOT_COUNTED:
+                found.append(complain(file, item.line, item.full_name))
+        if file.room == "_torch":
+            continue
+        found += [
+            complain(file, node.lineno, ast.unparse(node))
+            for node in ast.walk(file.tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+            and node.attr not in ours
+            and ast.unparse(node).removesuffix(node.attr) not in OPERATORS
+        ]
+    return found
+
+
+def _defined(file: Source) -> Iterator[str]:
+    """Names of functions, classes and variables, and attributes of ``self`` that are set."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
 
 
 def misplaced_imports(files: Iterable[Source]) -> list[str]:

@@ -18,6 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C import _distributed_c10d
 
 from fullshard import _torch
+from fullshard._torch import collectives as _collectives
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -54,10 +55,11 @@ needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="a build wi
 
 def called(name: str) -> set[str]:
     """Return the attributes that ``_torch`` uses of a variable with this name."""
-    source = ast.parse(Path(_torch.__file__).read_text())
+    sources = Path(_torch.__file__).parent.glob("*.py")
     return {
         node.attr
-        for node in ast.walk(source)
+        for source in sources
+        for node in ast.walk(ast.parse(source.read_text()))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id == name
@@ -92,7 +94,7 @@ def test_options_of_nccl_have_what_is_copied() -> None:
     expected = {name for name in CALLS["given"] if VERSION >= SINCE.get(name, (0, 0))}
     assert {name for name in CALLS["given"] if hasattr(options, name)} == expected
     options.config.max_ctas = 4
-    again = _torch.options_like(options)
+    again = _collectives.options_like(options)
     assert again is not options and again.is_high_priority_stream
     assert again.config.max_ctas == 4 and again._timeout == options._timeout
 
@@ -107,4 +109,4 @@ def test_nccl_of_each_version_is_known() -> None:
     assert ("_register_builtin_nccl2_backend" in makers) == (VERSION >= (2, 14))
     for maker in makers:
         getattr(c10d, maker)()
-    assert {name for name in dist.Backend.backend_list if "nccl" in name} <= _torch.NCCL
+    assert {name for name in dist.Backend.backend_list if "nccl" in name} <= _collectives.NCCL

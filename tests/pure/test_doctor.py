@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.distributed_c10d as c10d
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
 from fullshard.doctor import findings
 from fullshard.doctor.facts import Facts, facts_here, launch_variables, memory_limit
 from fullshard.doctor.findings import DoctorFinding, Level, findings_of
@@ -217,7 +217,7 @@ def test_the_nccl_of_programs_is_known(
     monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
     if variable is not None:
         monkeypatch.setenv("TORCH_DIST_USE_NCCL2", variable)
-    assert _torch.nccl_of_programs() == name
+    assert _collectives.nccl_of_programs() == name
 
 
 def test_only_variables_of_launchers_and_backends_are_told() -> None:

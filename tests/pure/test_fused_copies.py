@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import device as _device
 from fullshard.comm.means import begun
 from fullshard.device import StorageMeter
 from fullshard.engine.policy import WireCheck, WirePolicy
@@ -127,7 +127,7 @@ def test_with_blocks_nothing_lies_between_gradients(strategy: Any, fused: bool) 
     for absent in (None, 3):
         grads = [None if i == absent else torch.ones(shape) for i, shape in enumerate(SHAPES)]
         numbers = tuple(range(len(SHAPES)))
-        with mock.patch.object(_torch, "fuses_copies", lambda device: fused):
+        with mock.patch.object(_device, "fuses_copies", lambda device: fused):
             filled(layout, grads, numbers, torch.float32, WirePolicy(reduce="int8"))
 
 
@@ -152,7 +152,7 @@ def test_gradients_are_laid_out_as_on_a_cpu(
             grad = grad.t().contiguous().t()  # dense, but not in order
         grads.append(None if i in missing else grad)
     expected = filled(layout, grads, numbers, torch.float32)
-    with mock.patch.object(_torch, "fuses_copies", lambda device: True):
+    with mock.patch.object(_device, "fuses_copies", lambda device: True):
         assert torch.equal(filled(layout, grads, numbers, torch.float32), expected)
     assert expected.any()
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
+from fullshard._torch import world as _world
 from fullshard.comm import mesh
 from fullshard.comm.c10d import C10d
 from fullshard.comm.ledger import ledger_of
@@ -96,7 +97,7 @@ def made_like(group: Any, monkeypatch: pytest.MonkeyPatch, device_type: str) -> 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(c10d._world, "default_pg", world)
-    monkeypatch.setattr(_torch, "timeout_of", lambda group, kind: timedelta(seconds=7))
+    monkeypatch.setattr(_collectives, "timeout_of", lambda group, kind: timedelta(seconds=7))
     mesh._new_group([0, 1], like=group, device_type=device_type)
     assert world.bound_device_id == torch.device("cuda", 3)
     return asked
@@ -141,15 +142,15 @@ def test_a_new_group_connects_later_on_the_device_of_the_default_group(
 @pytest.mark.parametrize(("name", "kind"), [*LEGACY, *LATER])
 def test_every_nccl_averages(name: str, kind: type[Options]) -> None:
     group = group_of(Backend(name, kind()), ("cpu", "cuda"))
-    assert _torch.has_average(group, "cuda") and not _torch.has_average(group, "cpu")
+    assert _collectives.has_average(group, "cuda") and not _collectives.has_average(group, "cpu")
 
 
 def test_a_later_default_group_keeps_how_it_connects() -> None:
     given = LaterOptions()
-    again = _torch.options_like(given)
+    again = _collectives.options_like(given)
     assert again is not given and not again.lazy_init
     given.lazy_init = True
-    assert _torch.options_like(given).lazy_init
+    assert _collectives.options_like(given).lazy_init
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     own = dist.group.WORLD
     group = group_of(backend)
-    monkeypatch.setattr(_torch, "has_peers", lambda group, kind: kind == "cuda")
+    monkeypatch.setattr(_collectives, "has_peers", lambda group, kind: kind == "cuda")
     monkeypatch.setitem(c10d._world.pg_map, group, ("nccl", None))
     try:
         yield group
@@ -179,9 +180,9 @@ def test_a_group_is_aborted_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(c10d, "_abort_process_group", aborted)
     with alone(monkeypatch, backend) as group:
-        _torch.begin_abort(group, "cuda")
+        _collectives.begin_abort(group, "cuda")
         c10d._world.pg_map.pop(group)
-        _torch.drop_groups()
+        _world.drop_groups()
     assert (backend.num_aborts, backend.most_at_once) == (2, 1)
 
 
@@ -201,7 +202,7 @@ def test_an_abort_that_does_not_end_leaves_no_default_group(
     with alone(monkeypatch, backend):
         monkeypatch.setattr(c10d, "_abort_process_group", fails)
         try:
-            _torch.drop_groups(abort_s=0.2)
+            _world.drop_groups(abort_s=0.2)
         finally:
             goes_on.set()
         assert not dist.is_initialized()
@@ -217,8 +218,8 @@ def test_the_time_out_of_a_group_is_set_without_a_warning() -> None:
         assert group is not None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            _torch.set_timeout(group, timedelta(seconds=77))
-        assert _torch.timeout_of(group, "cpu") == timedelta(seconds=77)
+            _world.set_timeout(group, timedelta(seconds=77))
+        assert _collectives.timeout_of(group, "cpu") == timedelta(seconds=77)
     finally:
         dist.destroy_process_group()
 
@@ -234,7 +235,7 @@ def test_a_default_group_is_made_for_the_current_device(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert _torch.device_to_bind() == (None if bound is None else torch.device(bound))
+    assert _world.device_to_bind() == (None if bound is None else torch.device(bound))
 
 
 def test_a_group_serves_the_device_that_it_is_bound_to() -> None:
@@ -258,6 +259,6 @@ def test_a_group_that_serves_gpus_alone_can_be_used() -> None:
         ledger = ledger_of(group)
         assert ledger.aborts is not None and ledger.breaks is None
         assert wire.over(group).group is group
-        assert not _torch.has_peers(group, "cpu")
+        assert not _collectives.has_peers(group, "cpu")
     finally:
         dist.destroy_process_group()

@@ -17,6 +17,7 @@ from tests.pure.import_rules import (
     imports_of_torch,
     misplaced_imports,
     package_sources,
+    private_names_outside_their_seam,
     source,
     uses_outside_their_seam,
 )
@@ -40,7 +41,7 @@ def files() -> list[Source]:
         ("doctor/a.py", "def f():\n    from fullshard import plan"),
         ("doctor/a.py", "from fullshard.frontend import fully_shard"),
         ("errors.py", "from fullshard import _torch"),
-        ("_torch.py", "from fullshard.layout import Layout"),
+        ("_torch/a.py", "from fullshard.layout import Layout"),
         ("train/a.py", "from fullshard.engine import Unit"),
         ("train/a.py", "from fullshard.optim.clip import clip"),
         ("train/a.py", "from fullshard.cli import main"),
@@ -55,7 +56,7 @@ def test_an_import_against_the_order_is_seen(path: str, text: str) -> None:
     ("path", "text"),
     [
         ("__init__.py", "from fullshard.frontend.fully_shard import fully_shard"),
-        ("_torch.py", "from fullshard.errors import UnsupportedError"),
+        ("_torch/a.py", "from fullshard.errors import UnsupportedError"),
         ("engine/a.py", "from . import b\nfrom .b import c\nfrom fullshard import _torch, layout"),
         ("plan/a.py", "from fullshard.doctor.report import Report"),
         ("train/a.py", "from fullshard import fully_shard\nfrom fullshard.optim import clip"),
@@ -71,7 +72,7 @@ def test_imports_follow_the_order_of_the_rooms(files: list[Source]) -> None:
 
 
 def test_layout_and_schedule_import_no_torch(files: list[Source]) -> None:
-    torch = source("_torch.py", "import torch.distributed as dist")
+    torch = source("_torch/__init__.py", "import torch.distributed as dist")
     between = source("schedule/b.py", "from fullshard import _torch")
     start = source("schedule/a.py", "from fullshard.schedule.b import x")
     found = imports_of_torch([start, between, torch], {"schedule"})
@@ -106,14 +107,14 @@ def test_streams_and_events_outside_device_are_seen(text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text", "home"),
     [
-        ("comm/a.py", "dist.all_gather_into_tensor(x, y)", "_torch.py"),
-        ("comm/a.py", "getattr(dist, 'reduce_scatter_single')", "_torch.py"),
-        ("comm/a.py", "from torch.distributed import reduce_scatter_tensor", "_torch.py"),
+        ("comm/a.py", "dist.all_gather_into_tensor(x, y)", "_torch/a.py"),
+        ("comm/a.py", "getattr(dist, 'reduce_scatter_single')", "_torch/a.py"),
+        ("comm/a.py", "from torch.distributed import reduce_scatter_tensor", "_torch/a.py"),
         ("engine/a.py", "m.register_forward_pre_hook(f)", "frontend/hooks.py"),
         ("engine/a.py", "m.register_forward_hook(f)", "frontend/hooks.py"),
         ("frontend/a.py", "p.register_post_accumulate_grad_hook(f)", "engine/autograd.py"),
         ("engine/a.py", "node.register_prehook(f)", "engine/autograd.py"),
-        ("engine/a.py", "engine.queue_callback(f)", "_torch.py"),
+        ("engine/a.py", "engine.queue_callback(f)", "_torch/a.py"),
         ("engine/a.py", "x.untyped_storage().resize_(0)", "device/storage.py"),
         ("engine/a.py", "x.record_stream(s)", "device/cuda.py"),
     ],
@@ -126,6 +127,24 @@ def test_a_name_outside_its_seam_is_seen(path: str, text: str, home: str) -> Non
 def test_names_stay_within_their_seams(files: list[Source]) -> None:
     assert uses_outside_their_seam(files) == []
     assert dotted_uses_outside_their_seam(files) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch.optim.optimizer import _use_grad_for_differentiable",
+        "from torch._C import _current_graph_task_id",
+        "import torch._dynamo",
+        "import torch\ntorch._C._current_graph_task_id()",
+        "def f(x):\n    return x._local_tensor",
+    ],
+)
+def test_private_names_are_used_by_torch_alone(files: list[Source], text: str) -> None:
+    assert private_names_outside_their_seam([source("engine/a.py", text)])
+    assert private_names_outside_their_seam([source("compat/a.py", text)]) == []
+    own = "import torch\nself._x = 1\ntorch._foreach_add_(a._x, module._parameters)"
+    assert private_names_outside_their_seam([source("engine/a.py", own)]) == []
+    assert private_names_outside_their_seam(files) == []
 
 
 @pytest.mark.parametrize(

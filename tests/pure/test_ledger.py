@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard import _torch
+from fullshard._torch import device as _device
 from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.ledger import KEPT, Ledger, Wait, ledger_of, ledgers
 from fullshard.comm.protocol import Done
@@ -314,7 +314,7 @@ def test_devices_are_asked_in_a_mode_that_leaves_captures_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Driver()
-    monkeypatch.setattr(_torch, "_exchange_of_capture_modes", lambda: driver.exchange)
+    monkeypatch.setattr(_device, "_exchange_of_capture_modes", lambda: driver.exchange)
     with job() as group:
         ledger = ledger_of(group)
         for _ in range(2 * KEPT):  # so many that the host asks, too
@@ -333,7 +333,7 @@ def test_devices_are_not_asked_where_that_mode_cannot_be_chosen(
 ) -> None:
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(_torch, "_exchange_of_capture_modes", lambda: None)
+    monkeypatch.setattr(_device, "_exchange_of_capture_modes", lambda: None)
     with job() as group:
         ledger = ledger_of(group)
         ledger.issue("gather", "", 8, Done, lambda: driver)

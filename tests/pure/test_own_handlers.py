@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 
 
 def test_other_threads_find_a_handler_that_one_does_without() -> None:
@@ -19,9 +19,9 @@ def test_other_threads_find_a_handler_that_one_does_without() -> None:
         with ThreadPoolExecutor(1) as other:
             return is_handled(), other.submit(is_handled).result()
 
-    _torch.handle_dtensor_op(operation, object())
+    _dtensor.handle_dtensor_op(operation, object())
     try:
-        assert _torch.default_dtensor_op(operation, (), {}) == (False, True)
+        assert _dtensor.default_dtensor_op(operation, (), {}) == (False, True)
         assert is_handled()
     finally:
         del dispatcher._custom_op_handlers[operation]

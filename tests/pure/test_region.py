@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from fullshard._torch import StridedShard
+from fullshard._torch.dtensor import StridedShard
 from fullshard.layout.region import Interval, Region, cut, whole
 from fullshard.tensors import RaggedShard, coordinates_near, region_of
 

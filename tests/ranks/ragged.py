@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fullshard import RaggedTensor, _torch
+from fullshard import RaggedTensor
+from fullshard._torch import dtensor as _dtensor
 from fullshard.tensors import RaggedShard
 from tests.versions import TORCH
 
@@ -83,14 +84,14 @@ def ragged(
     start = sum(lengths[: coordinate[dim]])
     local = part.reshape(-1)[start : start + lengths[coordinate[dim]]].clone()
     cut = RaggedShard((1, length) for length in lengths)
-    spec = _torch.dtensor_spec(
+    spec = _dtensor.dtensor_spec(
         mesh,
         tuple(cut if one is CUT else one for one in placements),
         shape=whole.shape,
         stride=torch.empty(whole.shape, device="meta").stride(),
         dtype=whole.dtype,
     )
-    return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=RaggedTensor)
+    return _dtensor.dtensor_from_spec(local, spec, requires_grad=False, cls=RaggedTensor)
 
 
 def dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

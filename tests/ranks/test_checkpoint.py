@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
-from fullshard import _torch, checkpoint, errors
+from fullshard import checkpoint, errors
+from fullshard._torch import dtensor as _dtensor
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.optim import clip_grad_norm_
 from tests.ranks.models import OddModel, fill, full_parameters
@@ -216,7 +217,7 @@ def three_dims(shape: tuple[int, int, int]) -> None:
             assert placed["gain"].placements == (Replicate(), Shard(0), Replicate())
             assert placed["blocks.0.down.weight"].placements == (Replicate(), Shard(0), Shard(1))
             strided = placed["blocks.0.up.weight"].placements
-            assert shape[2] == 1 or isinstance(strided[1], _torch.StridedShard)
+            assert shape[2] == 1 or isinstance(strided[1], _dtensor.StridedShard)
         assert all(set(v.device_mesh.mesh_dim_names) == set(names) for v in placed.values())
         simple = checkpoint.sharded_state_dict(model, whole_mesh=True, plain_shards=True)
         for name, value in simple.items():

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import _torch, comm, errors
+from fullshard import comm, errors
+from fullshard._torch import collectives as _collectives
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.models import ids
 from tests.ranks.pool import RankPool
@@ -36,7 +37,7 @@ class Gather(fullshard.AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
         self.called += 1
-        work = _torch.all_gather(group, [output_tensor], [input_tensor])
+        work = _collectives.all_gather(group, [output_tensor], [input_tensor])
         if self.asynchronous:
             return work
         work.wait()
@@ -53,7 +54,7 @@ class Reduce(Gather):
         async_op: bool = False,
     ) -> Any:
         self.called += 1
-        work = _torch.reduce_scatter(group, output_tensor, input_tensor, op)
+        work = _collectives.reduce_scatter(group, output_tensor, input_tensor, op)
         if self.asynchronous:
             return work
         work.wait()

@@ -20,14 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
-from fullshard import _torch, comm
+from fullshard import comm
+from fullshard._torch import collectives as _collectives
 from fullshard.compat import patch_torch
 from tests.ranks.models import fill, full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool, every_world
 
 EXACT = 1e-12
-GATHER, REDUCE = (call.__name__ for call in _torch.public_collectives())
+GATHER, REDUCE = (call.__name__ for call in _collectives.public_collectives())
 COLLECTIVES = (GATHER, REDUCE, "all_reduce")
 
 

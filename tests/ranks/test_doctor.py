@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import _torch, doctor
+from fullshard import doctor
+from fullshard._torch import world as _world
 from fullshard.comm import collectives_of, rendezvous
 from fullshard.doctor.board import Board, roll_call
 from fullshard.doctor.facts import Facts, facts_here
@@ -29,7 +30,7 @@ TIMEOUT_S = 120.0
 
 
 def board(name: str, timeout_s: float = 30.0) -> Board:
-    store = dist.PrefixStore(name, _torch.default_store())
+    store = dist.PrefixStore(name, _world.default_store())
     return Board(store, rank=dist.get_rank(), world=dist.get_world_size(), timeout_s=timeout_s)
 
 

@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fullshard._torch import autograd as _autograd
 from fullshard.errors import ExtensionError
 from fullshard.tensors import local_part
 from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
@@ -147,7 +148,7 @@ class Unread(Scaled):
 
 def test_the_node_of_a_gradient_is_found_without_reading() -> None:
     param = nn.Parameter(Unread(torch.ones(2)))
-    node: Any = _torch.gradient_node(param)
+    node: Any = _autograd.gradient_node(param)
     assert node.variable is param
 
 

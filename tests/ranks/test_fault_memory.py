@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import MixedPrecisionPolicy, PerParameter, Ragged, _torch, fully_shard
+from fullshard import MixedPrecisionPolicy, PerParameter, Ragged, fully_shard
+from fullshard._torch import collectives as _collectives
 from fullshard.device import Buffer
 from fullshard.errors import PeerError
 from tests.ranks.models import fill, noise
@@ -68,7 +69,7 @@ def freed_in_use(fault: str, layout: str, policy: str) -> tuple[int, list[str]]:
         patch.setenv("FULLSHARD_TRANSPORT", "backend")
         patch.setenv("FULLSHARD_PATIENCE_S", "3")
         for name in ("all_gather", "all_to_all", "reduce_scatter"):
-            patch.setattr(_torch, name, _recorded(getattr(_torch, name)))
+            patch.setattr(_collectives, name, _recorded(getattr(_collectives, name)))
         patch.setattr(Buffer, "free", free)
         model = Tower()
         fill(model, scale=0.4)

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, Ragged, fully_shard
-from fullshard import _torch as torch_names
+from fullshard._torch import collectives as _collectives
+from fullshard._torch import world as _world
 from fullshard.comm import C10d, Collectives, labels, wrapped
 from fullshard.comm.c10d import Transport
 from fullshard.comm.ledger import ledger_of
@@ -171,7 +172,7 @@ def test_names_may_change_and_groups_be_shared(pool: RankPool, transport: Transp
 
 def compared_in_steps(transport: Transport) -> list[int]:
     calls = []
-    gather = torch_names.all_gather
+    gather = _collectives.all_gather
 
     def counted(
         group: dist.ProcessGroup, outputs: list[Tensor], sources: list[Tensor], **more: bool
@@ -180,7 +181,7 @@ def compared_in_steps(transport: Transport) -> list[int]:
         return gather(group, outputs, sources, **more)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(labels._torch, "all_gather", counted)
+        patched.setattr(labels._collectives, "all_gather", counted)
         model, _ = make("fully_shard", transport)
         counts = []
         for _ in range(3):
@@ -214,7 +215,7 @@ def seen_to_compare() -> str:
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     wire = C10d(group, "cpu", Transport.NATIVE).labelled(Label("unit a"))
-    ledger, store = ledger_of(group), torch_names.default_store()
+    ledger, store = ledger_of(group), _world.default_store()
     out, own = torch.zeros(2), torch.ones(1)
     if group.rank() == 1:
         store.wait(["seen to compare"])

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
-from fullshard import _torch, comm, errors
+from fullshard import comm, errors
+from fullshard._torch import collectives as _collectives
 from fullshard.comm.c10d import C10d, Transport
 from fullshard.frontend.ownership import unit_of
 from fullshard.tensors import RaggedShard
@@ -690,8 +691,8 @@ def secondary_timeout() -> float:
     assert unit is not None
     secondary = unit.buckets[0].spec.secondary
     assert secondary is not None and secondary.group is not None
-    ours = _torch.timeout_of(secondary.group, "cpu")
-    assert ours == _torch.timeout_of(mesh.get_group(), "cpu")
+    ours = _collectives.timeout_of(secondary.group, "cpu")
+    assert ours == _collectives.timeout_of(mesh.get_group(), "cpu")
     return ours.total_seconds()
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.tensors import (
     ParallelSpec,
     ShardPlace,
@@ -205,7 +205,7 @@ def strides() -> None:
     mesh = mesh_of("dp ep tp", 1, 2, 2)
     both = spec_of(distribute(rows(8), mesh["ep", "tp"], [Shard(0), Shard(0)]))
     assert shard_place(both, mesh["dp"], 0).placements == (
-        _torch.StridedShard(0, split_factor=4),
+        _dtensor.StridedShard(0, split_factor=4),
         Shard(0),
         Shard(0),
     )
@@ -215,7 +215,7 @@ def strides() -> None:
     one = spec_of(distribute(rows(8), mesh["tp"], [Shard(1)]))
     assert shard_place(one, mesh["rep", "dp"], 1).placements == (
         Replicate(),
-        _torch.StridedShard(1, split_factor=2),
+        _dtensor.StridedShard(1, split_factor=2),
         Shard(1),
     )
 
@@ -231,7 +231,7 @@ class Sizes(tuple[int, ...]):
 
 
 def test_a_place_knows_whether_its_strides_divide_evenly() -> None:
-    strided: Any = _torch.StridedShard
+    strided: Any = _dtensor.StridedShard
     two = ShardPlace(Sizes((3, 2)), (strided(0, split_factor=2), Shard(0)))  # type: ignore[arg-type]
     assert [n for n in range(14) if two.divides(torch.Size((n, 4)))] == [0, 6, 12]
     left = ShardPlace(Sizes((2, 3, 2)), (Shard(1), strided(1, split_factor=2), Shard(1)))  # type: ignore[arg-type]

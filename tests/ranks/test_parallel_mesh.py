@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import distribute_tensor as distribute
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors import (
     SpmdMesh,
@@ -155,7 +155,7 @@ def test_shards_on_a_full_mesh(
 
 
 def full_mesh_places() -> None:
-    strided = _torch.StridedShard(0, split_factor=2)
+    strided = _dtensor.StridedShard(0, split_factor=2)
     for names, dims, expected in [
         ("dp tp", {"shard": "dp"}, (strided, Shard(0))),
         ("tp dp", {"shard": "dp"}, (Shard(0), Shard(0))),

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fullshard import RaggedTensor, _torch
+from fullshard import RaggedTensor
+from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, RaggedOperationError
 from fullshard.tensors import RaggedShard, handle_ops_on
 from tests.ranks.models import noise
@@ -366,10 +367,10 @@ def fills_left_to_torch() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "DTensor random operators")  # on a CPU, it says, once
         dtensor(torch.zeros(4, 2), other, [Replicate(), Shard(0)]).uniform_()
-    spec = _torch.dtensor_spec(
+    spec = _dtensor.dtensor_spec(
         mesh, (Shard(0), Shard(0)), shape=torch.Size([8]), stride=(1,), dtype=torch.float32
     )
-    wrong = _torch.dtensor_from_spec(torch.zeros(1), spec, requires_grad=False, cls=DTensor)
+    wrong = _dtensor.dtensor_from_spec(torch.zeros(1), spec, requires_grad=False, cls=DTensor)
     with pytest.raises(NotImplementedError, match=r"holds \(1,\) .* say \(2,\)"):
         wrong.uniform_()
 
@@ -395,8 +396,10 @@ def refusals() -> None:
             with pytest.raises(RaggedOperationError, match="same intervals on the same mesh"):
                 operation(x, other)
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    spec = _torch.dtensor_spec(named, same, shape=x.shape, stride=x.stride(), dtype=x.dtype)
-    elsewhere = _torch.dtensor_from_spec(x.to_local(), spec, requires_grad=False, cls=RaggedTensor)
+    spec = _dtensor.dtensor_spec(named, same, shape=x.shape, stride=x.stride(), dtype=x.dtype)
+    elsewhere = _dtensor.dtensor_from_spec(
+        x.to_local(), spec, requires_grad=False, cls=RaggedTensor
+    )
     with pytest.raises(RaggedOperationError, match="same mesh"):
         x.mul_(elsewhere)
     for refused in (lambda: x[0], lambda: x @ x, lambda: x.sum(0), lambda: x.t()):
@@ -422,10 +425,10 @@ def bad_placements() -> None:
         (cut, Shard(0)),
     ]
     for placements in wrong:
-        spec = _torch.dtensor_spec(
+        spec = _dtensor.dtensor_spec(
             mesh, placements, shape=torch.Size([4]), stride=(1,), dtype=torch.float32
         )
-        x = _torch.dtensor_from_spec(torch.zeros(2), spec, requires_grad=False, cls=RaggedTensor)
+        x = _dtensor.dtensor_from_spec(torch.zeros(2), spec, requires_grad=False, cls=RaggedTensor)
         with pytest.raises(ConfigError, match=r"RaggedTensor.* expected"):
             _ = x.interval
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import Life, _torch, fully_shard, resilient
+from fullshard import Life, fully_shard, resilient
+from fullshard._torch import world as _world
 from fullshard.errors import LostRankError, PeerError
 from fullshard.recover import life
 from fullshard.recover.membership import Membership, Outcome, Vote
@@ -97,7 +98,7 @@ def test_the_model_of_an_attempt_is_gone_when_the_next_begins(
 
 def wait_for_who_leaves() -> bool:
     """Rank 1 leaves the job, but something of its user's holds the group."""
-    held, store = dist.group.WORLD, dist.PrefixStore("leaves", _torch.default_store())
+    held, store = dist.group.WORLD, dist.PrefixStore("leaves", _world.default_store())
     if dist.get_rank() == 1:
         leave(None)
         store.wait(["is awake"])

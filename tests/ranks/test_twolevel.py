@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import FullyShardedDataParallel, Ragged, _torch
+from fullshard import FullyShardedDataParallel, Ragged
+from fullshard._torch import collectives as _collectives
 from fullshard.comm import C10d, rendezvous, twolevel
 from fullshard.comm.c10d import Transport, TransportRequest, ways_of
 from fullshard.comm.protocol import Label
@@ -211,7 +212,7 @@ def sent_in(hosts: str, dtype: torch.dtype) -> list[int]:
     )
     for start in starts:
         start().wait()  # labels are compared
-    broadcast, scatter = _torch.broadcast, _torch.scatter
+    broadcast, scatter = _collectives.broadcast, _collectives.scatter
     senders: dict[dist.ProcessGroup, int] = {}
 
     def count(group: dist.ProcessGroup, row: Tensor, root: int) -> None:
@@ -230,8 +231,8 @@ def sent_in(hosts: str, dtype: torch.dtype) -> list[int]:
 
     counts = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_torch, "broadcast", broadcasts)
-        patched.setattr(_torch, "scatter", scatters)
+        patched.setattr(_collectives, "broadcast", broadcasts)
+        patched.setattr(_collectives, "scatter", scatters)
         for start in starts:
             start().wait()
             counts.append(sum(sent))
@@ -423,7 +424,7 @@ def without_a_start() -> str:
 
     with pytest.MonkeyPatch.context() as patched:
         if wire.rank == 0:
-            patched.setattr(_torch, "broadcast", broadcast)
+            patched.setattr(_collectives, "broadcast", broadcast)
         try:
             gather(wire, 5)()
         except (RuntimeError, LostRankError) as error:

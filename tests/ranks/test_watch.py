@@ -30,10 +30,10 @@ from fullshard import (
     MixedPrecisionPolicy,
     PerParameter,
     Ragged,
-    _torch,
     checkpoint,
     fully_shard,
 )
+from fullshard._torch import world as _world
 from fullshard.comm import C10d, Pending, Wrapper
 from fullshard.comm.blocking import all_to_all
 from fullshard.comm.fault_domain import Era, fault_domain
@@ -345,7 +345,7 @@ def test_waits_on_every_group_can_be_ended(pool: RankPool) -> None:
 
 def meet_who_failed() -> str:
     """Rank 1 fails as rank 0 waits to meet it, and does not come before the next era."""
-    store, said = dist.PrefixStore("meets later", _torch.default_store()), ""
+    store, said = dist.PrefixStore("meets later", _world.default_store()), ""
     begin()
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
@@ -628,7 +628,7 @@ def test_a_rank_that_is_late_is_told_of_and_waited_for(pool: RankPool, wire: str
 
 def in_a_new_job(name: str) -> int:
     """Make the default process group anew, without a watch; return the port of its store."""
-    rank, world, store = dist.get_rank(), dist.get_world_size(), _torch.default_store()
+    rank, world, store = dist.get_rank(), dist.get_world_size(), _world.default_store()
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group(
@@ -703,11 +703,11 @@ def lose_the_store() -> tuple[str, bool]:
                     connection.shutdown(socket.SHUT_RDWR)
 
     said = train_after(reset)
-    beat = last_beat(_torch.default_store(), 1)
+    beat = last_beat(_world.default_store(), 1)
     time.sleep(2.5)
     watching = watcher()
     assert watching is not None and not watching.is_over
-    lives = last_beat(_torch.default_store(), 1) != beat
+    lives = last_beat(_world.default_store(), 1) != beat
     dist.barrier()
     dist.destroy_process_group()
     return said, lives
@@ -755,7 +755,7 @@ def fork() -> str:
             time.sleep(3.0)
 
     said = train_after(children)
-    assert not _torch.default_store().check([exit_reason_key(1)])
+    assert not _world.default_store().check([exit_reason_key(1)])
     dist.barrier()
     dist.destroy_process_group()
     return said

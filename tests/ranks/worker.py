@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from _pytest.config import apply_warning_filters
 
-from fullshard import _torch, watch
+from fullshard import watch
+from fullshard._torch import mesh as _mesh
 from tests.ranks.strict import strict
 
 HOST = "127.0.0.1"
@@ -88,7 +89,7 @@ class GroupKeeper:
         """Be in no group; peers waiting for this rank see a closed connection, not a hang."""
         self._number = None
         if dist.is_initialized():
-            _torch.forget_meshes()  # or later jobs would be handed the meshes of this one
+            _mesh.forget_meshes()  # or later jobs would be handed the meshes of this one
             gc.collect()  # models are cycles; they hold meshes, and these the threads of groups
             dist.destroy_process_group()
 

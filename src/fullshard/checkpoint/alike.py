@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.checkpoint.tree import some
 from fullshard.comm import all_same, broadcast_object_from_first, gather_over
 from fullshard.errors import ConfigError
@@ -122,7 +122,7 @@ def _is_single(value: object) -> bool:
 
 
 def _form(value: DTensor) -> str:
-    local = _torch.local_of(value)
+    local = _dtensor.local_of(value)
     wrapped = f" of {type(local).__name__}" if held_by(local) else ""
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype}{wrapped} {tuple(value.shape)} placed as {value.placements}"

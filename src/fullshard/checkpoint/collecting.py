@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.alike import Item, singles_of
 from fullshard.checkpoint.entry import Grid, TensorEntry
@@ -126,7 +126,7 @@ class Collected:
         """
         local, grid, placements = value, self._everyone, None
         if isinstance(value, DTensor):
-            local, grid = _torch.local_of(value), grid_of(value.device_mesh)
+            local, grid = _dtensor.local_of(value), grid_of(value.device_mesh)
             placements = tuple(value.placements)
             if any(one.is_partial() for one in placements):
                 raise UnsupportedError(f"{name} is a partial sum; redistribute it first")

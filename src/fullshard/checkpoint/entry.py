@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import CheckpointError
 from fullshard.layout.region import Region, whole
 from fullshard.tensors import RaggedShard, coordinates_near, region_of
@@ -263,7 +263,7 @@ def placement_to_json(placement: Placement) -> list[Any]:
     """Return a placement in JSON's types."""
     if isinstance(placement, RaggedShard):
         return ["ragged", placement.lengths]
-    if isinstance(placement, _torch.StridedShard):
+    if isinstance(placement, _dtensor.StridedShard):
         return ["strided", placement.dim, placement.split_factor]
     if isinstance(placement, Shard):
         return ["shard", placement.dim]
@@ -277,6 +277,6 @@ def placement_from_json(stored: Any) -> Placement:
     if kind == "ragged":
         return RaggedShard([(num_ranks, length) for num_ranks, length in rest[0]])
     if kind == "strided":
-        strided: Placement = _torch.StridedShard(rest[0], split_factor=rest[1])
+        strided: Placement = _dtensor.StridedShard(rest[0], split_factor=rest[1])
         return strided
     return Shard(rest[0]) if kind == "shard" else Replicate()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.datafile import Bytes
 from fullshard.checkpoint.folders import CheckpointInfo, described, in_folder, read_manifest
@@ -280,10 +280,10 @@ class Target:
             self.again.append({full: WantedPart(region, local.view(-1))})
         else:
             self.wanted[full] = WantedPart(region, local.view(-1))
-        return _torch.dtensor_like(like, local) if isinstance(like, DTensor) else local
+        return _dtensor.dtensor_like(like, local) if isinstance(like, DTensor) else local
 
 
 def _overlaps_itself(value: Tensor) -> bool:
-    local = _torch.local_of(value) if isinstance(value, DTensor) else value
+    local = _dtensor.local_of(value) if isinstance(value, DTensor) else value
     pairs = zip(local.shape, local.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in pairs)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
+from fullshard._torch import memory as _memory
 from fullshard.checkpoint.collecting import Collected
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.outgoing import (
@@ -182,7 +183,7 @@ class ParamStream:
             return
         self._is_running = True
         watched = list(found.params.values())
-        version = _torch.versions(watched)
+        version = _autograd.versions(watched)
         sizes = [[size_of(own) for own in shares] for shares in self._shares]
         delivery = Delivery(sizes, self._receivers, found.device)
         memory: Tensor | None = None
@@ -190,7 +191,7 @@ class ParamStream:
         try:
             for number in range(len(self._batches)):
                 bucket, memory = self._received(delivery, number, memory), None
-                if _torch.versions(watched) != version:
+                if _autograd.versions(watched) != version:
                     raise ProtocolError(
                         "weights were written to while they were streamed: end the loop before "
                         "the next step of the optimizer"
@@ -288,7 +289,7 @@ class BucketTensor(Tensor):
     @classmethod
     def of(cls, plain: Tensor, bucket: TensorBucket) -> BucketTensor:
         """Return ``plain``, in the memory of ``bucket``, bound to it."""
-        found = _torch.wrapper_of(cls, plain)
+        found = _memory.wrapper_of(cls, plain)
         found._bucket, found._plain = bucket, plain
         return found
 
@@ -305,7 +306,7 @@ class BucketTensor(Tensor):
 
         def bound(one: Tensor) -> Tensor:
             for bucket in buckets:
-                if _torch.shares_storage(one, bucket._alive()):
+                if _memory.shares_storage(one, bucket._alive()):
                     return cls.of(one, bucket)
             return one
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.engine import Unit
 from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import (
@@ -196,7 +196,7 @@ def part_here(value: Tensor) -> tuple[Tensor, Region]:
         return value.detach(), whole(value.shape)
     mesh = value.device_mesh
     region = region_of(value.shape, value.placements, mesh.shape, coordinate_in(mesh))
-    return _torch.local_of(value), region
+    return _dtensor.local_of(value), region
 
 
 def some(names: Iterable[str], between: str = ", ") -> str:

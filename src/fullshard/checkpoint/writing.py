@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.checkpoint.datafile import (
     CHUNK_NBYTES,
     FileWriter,
@@ -117,7 +117,7 @@ class Writing:
             for name, part in parts.items()
         }
         self._watched[_STATE] = [one for one in state if not one.is_inference()]
-        self._versions = {name: _torch.versions(both) for name, both in self._watched.items()}
+        self._versions = {name: _autograd.versions(both) for name, both in self._watched.items()}
         self._readers = {one: HostReader(one) for one in {part.device for part in parts.values()}}
         self._memory = memory
         self._has_others = threading.Event()
@@ -226,7 +226,7 @@ class Writing:
         self._has_others.set()
 
     def _check_version(self, name: str) -> None:
-        if _torch.versions(self._watched[name]) != self._versions[name]:
+        if _autograd.versions(self._watched[name]) != self._versions[name]:
             raise ProtocolError(
                 f"{name} was written to while it was being saved: call wait_until_copied() of "
                 "what save() returned before, unless it is the optimizer that writes"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
 from fullshard.comm.c10d import default_choice, issued, transferred, ways_of
 from fullshard.comm.mesh import collectives_of, collectives_of_group, served_by
 from fullshard.comm.protocol import Collectives, Done, Label, Pending, Splits, WorkGroup
@@ -43,7 +43,7 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
 
         def start() -> Pending:
             in_order = there.device.type != "cpu"
-            return _torch.all_reduce(group, there, op, in_order=in_order) or Done()
+            return _collectives.all_reduce(group, there, op, in_order=in_order) or Done()
 
         issued(group, there.device.type, "sum", start, nbytes=there.nbytes).wait()
     if there.data_ptr() != values.data_ptr():

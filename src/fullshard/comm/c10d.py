@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
+from fullshard._torch import device as _device
 from fullshard.comm.columns import OwnGroups
 from fullshard.comm.heartbeat import clamped
 from fullshard.comm.ledger import (
@@ -114,7 +115,7 @@ def _met(group: dist.ProcessGroup, of_era: _OfEra, native: Native) -> _Ways:
         met = meet(group, f"{of_era.era.name}/{next(of_era.numbers)}", of_era.era)
         if met is None:
             return _Ways(native, native, native)
-        rank, timeout = group.rank(), _torch.timeout_of(group, "cpu")
+        rank, timeout = group.rank(), _collectives.timeout_of(group, "cpu")
         timeout_s = clamped(timeout.total_seconds())
         if len(met.hosts) > 1:
             own = OwnGroups.of(met.name, met.hosts, rank, timeout)
@@ -147,7 +148,7 @@ class C10d:
         self._ledger = ledger_for(group, device_type)
         self._mark: Callable[[], Mark | None] | None = None
         if self._ledger.aborts is not None:
-            self._mark = partial(_torch.mark, device_type)
+            self._mark = partial(_device.mark, device_type)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -227,7 +228,7 @@ class C10d:
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """See ``Collectives.broadcast``; sends bytes, since gloo does not carry every dtype."""
         sent = values.view(-1).view(torch.uint8)
-        start = partial(_torch.broadcast, self.group, sent, source)
+        start = partial(_collectives.broadcast, self.group, sent, source)
         return self._issue("broadcast", sent.nbytes, start)
 
     def _issue(self, kind: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
@@ -266,9 +267,9 @@ class C10d:
 def ledger_for(group: dist.ProcessGroup, device_type: str) -> Ledger:
     """Return the ledger of ``group``, able to end its collectives of the CPU and of a device."""
     ledger, reference = ledger_of(group), weakref.ref(group)
-    if _torch.is_on_gloo(group):
+    if _collectives.is_on_gloo(group):
         ledger.breaks = partial(_break_off, reference)
-    if device_type != "cpu" and _torch.has_peers(group, device_type):
+    if device_type != "cpu" and _collectives.has_peers(group, device_type):
         ledger.aborts = partial(_abort, reference, device_type)
     return ledger
 
@@ -287,7 +288,7 @@ def issued(
     The arguments are those of ``Ledger.issue``; 0 bytes if ranks send differently many, as their
     ledgers must be alike.
     """
-    mark = None if device_type == "cpu" else partial(_torch.mark, device_type)
+    mark = None if device_type == "cpu" else partial(_device.mark, device_type)
     return ledger_for(group, device_type).issue(kind, label, nbytes, start, mark)
 
 
@@ -304,7 +305,7 @@ def transferred(group: dist.ProcessGroup, label: str, call: Callable[[], Result]
     """
     if not isinstance(group, dist.ProcessGroup):
         return call()
-    kinds = [*_torch.device_types(group)]
+    kinds = [*_collectives.device_types(group)]
     ledger = ledger_for(group, "cpu" if "cpu" in kinds else kinds[0])
     running = _Call(call)
     ledger.issue(TRANSFER, label, 0, lambda: running).wait()
@@ -343,7 +344,7 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry | None)
         used = [one.exchanges if kind == "exchange" else one.gathers for one in ways]
         breaks = kind != "" and any(isinstance(o, Native) and o.carrier is None for o in used)
     if breaks:
-        _torch.break_off(group)
+        _collectives.break_off(group)
 
 
 def _break_off_own(ways: Iterable[_Ways]) -> None:
@@ -363,11 +364,11 @@ def _abort(reference: weakref.ref[dist.ProcessGroup], device_type: str) -> None:
     """Begin to end the collectives of devices of a group: that may take a while."""
     group = reference()
     if group is not None:
-        _torch.begin_abort(group, device_type)
+        _collectives.begin_abort(group, device_type)
 
 
 def default_choice(group: dist.ProcessGroup, device_type: str) -> TransportRequest:
     """Return what is asked of ``group`` unless somebody asks for something else."""
-    gloo_on_cpu = device_type == "cpu" and _torch.backend_name(group, device_type) == "gloo"
+    gloo_on_cpu = device_type == "cpu" and _collectives.backend_name(group, device_type) == "gloo"
     transport = Transport.SHARED if gloo_on_cpu else Transport.NATIVE
-    return TransportRequest(transport, device_type, _torch.has_average(group, device_type))
+    return TransportRequest(transport, device_type, _collectives.has_average(group, device_type))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import world as _world
 from fullshard.comm.heartbeat import stall_s
 from fullshard.comm.labels import losing_ranks
 from fullshard.comm.shared import HostExchange
@@ -77,7 +77,7 @@ class OwnGroups(NamedTuple):
 
 def own_group(name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Make a gloo group under a ``name`` that nobody else uses; a collective of its ranks."""
-    return _torch.own_gloo_group(name, rank, size, timeout, timedelta(seconds=stall_s()))
+    return _world.own_gloo_group(name, rank, size, timeout, timedelta(seconds=stall_s()))
 
 
 class EventFd:

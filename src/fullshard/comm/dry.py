@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import world as _world
 from fullshard.comm.mesh import Wire, choose_wire
 from fullshard.comm.protocol import Done, Label, Pending, put
 
@@ -192,7 +192,7 @@ def _other_world(
 ) -> Iterator[None]:
     token = _device_type.set(device_type)
     try:
-        with world_lock, _torch.other_world(size, rank, serves):
+        with world_lock, _world.other_world(size, rank, serves):
             before = choose_wire(wire)
             try:
                 yield

@@ -9,7 +9,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
+from fullshard._torch import memory as _memory
 from fullshard.comm.ledger import COMPARISON, ledger_of
 from fullshard.errors import FullshardError, LostRankError, ProtocolError
 
@@ -60,7 +61,7 @@ class Compared:
         """
         if text in self._texts:
             return
-        if not _torch.has_peers(group, self._device_type):
+        if not _collectives.has_peers(group, self._device_type):
             self._texts.add(text)
             return
         digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).digest()
@@ -68,12 +69,12 @@ class Compared:
         with torch.inference_mode(False):
             said = torch.tensor(list(own), dtype=torch.uint8, device=self._device_type)
             heard = said.new_empty(group.size() * _SAID_NBYTES)
-        if _torch.is_fake(said):
+        if _memory.is_fake(said):
             return
         ledger = ledger_of(group)
         with ledger.starting(COMPARISON):
             with nullcontext() if carrier is None else losing_ranks():
-                work = _torch.all_gather(carrier or group, [heard], [said])
+                work = _collectives.all_gather(carrier or group, [heard], [said])
                 if work is not None:
                     work.wait()
             rows = heard.view(group.size(), -1).tolist()

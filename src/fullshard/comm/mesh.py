@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
+from fullshard._torch import world as _world
 from fullshard.comm.c10d import C10d, transferred
 from fullshard.comm.protocol import (
     Collectives,
@@ -73,11 +74,11 @@ def _new_group(ranks: list[int], *, like: dist.ProcessGroup, device_type: str) -
 
     Only ``ranks`` take part in the call: other pipeline stages may not want such a group.
     """
-    options = _torch.group_options(like, connects_later=True)
-    with _torch.apart_from_the_default_group(options):
+    options = _collectives.group_options(like, connects_later=True)
+    with _world.apart_from_the_default_group(options):
         group: dist.ProcessGroup = dist.new_group(
             ranks,
-            timeout=_torch.timeout_of(like, device_type),
+            timeout=_collectives.timeout_of(like, device_type),
             backend=dist.get_backend_config(like),
             pg_options=options,
             use_local_synchronization=True,
@@ -115,13 +116,13 @@ def wrapped(wrapper: Callable[[Collectives], Collectives]) -> Iterator[None]:
 
 def device_types_of(mesh: DeviceMesh) -> list[str]:
     """Return the device types that all groups of ``mesh`` can communicate on."""
-    types = (_torch.device_types(mesh.get_group(dim)) for dim in range(mesh.ndim))
+    types = (_collectives.device_types(mesh.get_group(dim)) for dim in range(mesh.ndim))
     return sorted(set.intersection(*map(set, types)))
 
 
 def served_by(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return ``device`` if ``group`` communicates on it, else a device on which it does."""
-    served = _torch.device_types(group)
+    served = _collectives.device_types(group)
     if device.type in served:
         return device
     kind = next(iter(served))
@@ -228,7 +229,7 @@ def mesh_of_nodes(device_type: str | None = None) -> DeviceMesh:
 
 
 def _init_process_group() -> None:
-    device = _torch.device_to_bind()
+    device = _world.device_to_bind()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(device_id=device)
     else:
@@ -241,5 +242,5 @@ def _device_type() -> str:
     if accelerator is None or not torch.accelerator.is_available():
         return "cpu"
     group = dist.group.WORLD
-    served = group is not None and accelerator.type in _torch.device_types(group)
+    served = group is not None and accelerator.type in _collectives.device_types(group)
     return accelerator.type if served else "cpu"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
 from fullshard.comm.labels import Compared, losing_ranks
 from fullshard.comm.means import ScaledSum, begun, put_mean, wide_dtype
 from fullshard.comm.protocol import Done, Pending, Splits
@@ -56,7 +56,7 @@ class Native:
     ) -> Pending:
         """See ``Collectives.all_gather``."""
         group = self._begin(group, label)
-        work = _torch.all_gather(group, outputs, sources, in_order=self._in_order)
+        work = _collectives.all_gather(group, outputs, sources, in_order=self._in_order)
         return work or Done()
 
     def reduce_scatter_mean(
@@ -66,11 +66,11 @@ class Native:
         group = self._begin(group, label)
         if self.adds_wide and source.dtype.itemsize < 4:
             arrived, sent = torch.empty_like(source), source.view(torch.uint8)
-            pending = _torch.all_to_all(group, arrived.view(torch.uint8), sent)
+            pending = _collectives.all_to_all(group, arrived.view(torch.uint8), sent)
             return _Added(pending or Done(), output, arrived.view(group.size(), -1), source)
         result = output if output.dtype == source.dtype else source.new_empty(output.shape)
         op, divisor = begun(source, group.size(), averages=self._averages)
-        work = _torch.reduce_scatter(group, result, source, op, in_order=self._in_order)
+        work = _collectives.reduce_scatter(group, result, source, op, in_order=self._in_order)
         return _Put(_divided(work, result, divisor), output, result, source)
 
     def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
@@ -79,10 +79,10 @@ class Native:
         if self.adds_wide and values.dtype.itemsize < 4:
             wide = values.to(wide_dtype(values.dtype))
             op, divisor = begun(wide, group.size(), averages=self._averages)
-            pending = _divided(_torch.all_reduce(group, wide, op), wide, divisor)
+            pending = _divided(_collectives.all_reduce(group, wide, op), wide, divisor)
             return _Put(pending, values, wide, wide)
         op, divisor = begun(values, group.size(), averages=self._averages)
-        work = _torch.all_reduce(group, values, op, in_order=self._in_order)
+        work = _collectives.all_reduce(group, values, op, in_order=self._in_order)
         return _divided(work, values, divisor)
 
     def all_to_all(
@@ -96,7 +96,9 @@ class Native:
         """See ``Collectives.all_to_all``; with ``splits``, slices may differ in size."""
         group = self._begin(group, label)
         lengths, sizes = splits or ((), ())
-        work = _torch.all_to_all(group, output, source, sizes, lengths, in_order=self._in_order)
+        work = _collectives.all_to_all(
+            group, output, source, sizes, lengths, in_order=self._in_order
+        )
         return _Kept(work or Done(), source, self._before)
 
 

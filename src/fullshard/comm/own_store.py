@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fullshard._torch import default_store
+from fullshard._torch.world import default_store
 
 log = logging.getLogger("fullshard")
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
 from fullshard.comm.c10d import C10d, Transport
 from fullshard.comm.means import begun
 from fullshard.comm.protocol import Done, Pending, WorkGroup
@@ -35,7 +35,7 @@ class Public(C10d):
     def _all_gather(
         self, group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> Pending:
-        gather, _ = _torch.public_collectives()
+        gather, _ = _collectives.public_collectives()
         works = [
             gather(output, source, group=group, async_op=self._is_async)
             for output, source in zip(outputs, sources, strict=True)
@@ -48,7 +48,7 @@ class Public(C10d):
         op, after = self._begun(source)
         same = output.dtype == source.dtype
         result = output if same else source.new_empty(output.shape)
-        _, reduce = _torch.public_collectives()
+        _, reduce = _collectives.public_collectives()
         work = reduce(output=result, input=source, op=op, group=group, async_op=self._is_async)
         return _Scaled(work, result, after, output)
 

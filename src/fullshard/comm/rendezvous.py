@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
 from fullshard.comm.fault_domain import Era
 from fullshard.comm.handshake import NBYTES, Handshake, PeerInfo, listen
 from fullshard.comm.liveness import Liveness
@@ -122,7 +122,7 @@ class _Exchange:
         self.name = f"fullshard/rendezvous/{group.group_name}/{whose}/{name}"
         self._store = own_store()
         self._era = era
-        self._timeout_s = _torch.timeout_of(group, "cpu").total_seconds()
+        self._timeout_s = _collectives.timeout_of(group, "cpu").total_seconds()
         self._until_s = time.monotonic() + self._timeout_s
         self._liveness = Liveness(self._store)
         self._next_look_s = 0.0

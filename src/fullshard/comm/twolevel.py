@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
+from fullshard._torch import world as _world
 from fullshard.comm.columns import (
     HEAD_NBYTES,
     Crossing,
@@ -68,7 +69,7 @@ class TwoLevels:
         """The ranks of the column of each rank, in the order of hosts."""
         self.event = EventFd()
         near.peers.also_wait_for(self.event.fileno())
-        weakref.finalize(self, _torch.end_own_gloo_groups, groups.all(), os.getpid())
+        weakref.finalize(self, _world.end_own_gloo_groups, groups.all(), os.getpid())
         self._compared = Compared("cpu")
         self._last = ""  # the signature of the last collective
         self._sizes_after: dict[str, set[tuple[str, int]]] = {}  # kinds and sizes, by what was last
@@ -103,7 +104,7 @@ class TwoLevels:
     def break_off(self) -> None:
         """End all waits for other hosts; the groups are of no use afterwards."""
         for group in self.groups.all():
-            _torch.break_off(group)
+            _collectives.break_off(group)
 
     def _begin(
         self, group: dist.ProcessGroup, kind: str, dtype: torch.dtype, label: str, nbytes: int
@@ -180,7 +181,7 @@ class _Gather:
             with losing_ranks():
                 for host, slot in enumerate(laid):
                     group = levels.groups.gather_from(host)
-                    self._crossing.add(_torch.broadcast(group, slot, host))
+                    self._crossing.add(_collectives.broadcast(group, slot, host))
         except BaseException as failure:
             self._crossing.end_of_adding(failure)
             raise
@@ -259,7 +260,7 @@ class _HostSum(abc.ABC):
                     for host, row in enumerate(self._received):
                         sources = list(self._sent) if host == own else []
                         group = levels.groups.reduce_from(host)
-                        crossing.add(_torch.scatter(group, row, sources, host))
+                        crossing.add(_collectives.scatter(group, row, sources, host))
             except BaseException as failure:
                 self._failure = self._failure or failure.with_traceback(None)
             self._crossing = crossing

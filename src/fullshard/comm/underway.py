@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import NamedTuple, Protocol
 
-from fullshard import _torch
+from fullshard._torch import device as _device
 
 KEPT = 32
 """The number of collectives that a ledger remembers."""
@@ -69,7 +69,7 @@ class Underway:
         first seen as the oldest, not when it was issued. Where a query of a mark could invalidate a
         CUDA graph capture, no mark is queried and the result is None.
         """
-        with contextlib.suppress(IndexError), _torch.beside_captures() as may_ask:
+        with contextlib.suppress(IndexError), _device.beside_captures() as may_ask:
             while may_ask:  # another thread may add or clear marks meanwhile
                 entry, mark, issued_s = self._marks[0]
                 if time.monotonic() - issued_s < least_s:

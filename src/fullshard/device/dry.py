@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import memory as _memory
 from fullshard.comm import Collectives, Done, Exchange, Pending
 from fullshard.device.streams import Lane, LaneEvent, Reading, Stamp
 
@@ -28,7 +28,7 @@ class LaneSpan(NamedTuple):
 
 def dry_host_tensor(numel: int, dtype: torch.dtype) -> Tensor:
     """Return a 1-D meta tensor that a dry run counts as memory of the host."""
-    with torch.inference_mode(False), _torch.no_dispatch():
+    with torch.inference_mode(False), _memory.no_dispatch():
         tensor = torch.empty(numel, dtype=dtype, device="meta")
     tensor.untyped_storage().at_home = True  # type: ignore[attr-defined]
     return tensor

@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import device as _device
 from fullshard.comm import Collectives, Encoded, Pending
 from fullshard.device.wires import OnStream
 
@@ -246,7 +246,7 @@ class StreamLanes:
     @contextmanager
     def _timing(self, stream: Any) -> Iterator[None]:
         assert self._waits is not None
-        if _torch.is_capturing(self._accelerator):  # captured events have no times
+        if _device.is_capturing(self._accelerator):  # captured events have no times
             yield
             return
         before, after = (self._accelerator.Event(enable_timing=True) for _ in range(2))

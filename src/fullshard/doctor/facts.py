@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
 from fullshard._version import __version__
 from fullshard.comm.rendezvous import own_host
 
@@ -161,7 +161,7 @@ def _versions() -> dict[str, str]:
         found["cuda"] = torch.version.cuda
     if dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["nccl backend"] = _torch.nccl_of_programs()
+        found["nccl backend"] = _collectives.nccl_of_programs()
     return found
 
 

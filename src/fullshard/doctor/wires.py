@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
 from fullshard.comm import Collectives
 from fullshard.comm.c10d import default_choice, ways_of
 from fullshard.comm.rendezvous import SWITCH, TRANSPORT, Wish
@@ -42,7 +42,7 @@ def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
         return Wire(ranks, "none", "none", True)
     kind, adds_wide = mesh.device_type, wire.adds_wide
     ways = ways_of(group, default_choice(group, kind))
-    own = f"{_torch.backend_name(group, kind)}'s own"
+    own = f"{_collectives.backend_name(group, kind)}'s own"
     return Wire(ranks, _name(ways.gathers, own), _name(ways.reduces, own), adds_wide)
 
 

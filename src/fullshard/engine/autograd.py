@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.engine.extended import AnyUnsharded
 from fullshard.engine.nodes import Elsewhere, base_of, is_leaf, is_on
 from fullshard.engine.unit import Unit
@@ -88,12 +88,12 @@ class Backward:
 
     def task(self) -> int:
         """Return the task that this thread is in, and watch for the end of that task."""
-        task = _torch.current_task()
+        task = _autograd.current_task()
         if task != NO_TASK and task not in self.tasks:
             with self.lock:  # two threads may come to the task at the same time
                 if task not in self.tasks:
                     self.tasks[task] = {}
-                    _torch.queue_end_of_task(_EndOfTask(self, task))
+                    _autograd.queue_end_of_task(_EndOfTask(self, task))
         return task
 
     def are_over(self) -> bool:
@@ -128,13 +128,13 @@ class Backward:
         units = self.tasks[task]
         arrivals = units.get(unit.key)
         if arrivals is None:
-            expected = _torch.num_pending_nodes(unit.grad_nodes())
+            expected = _autograd.num_pending_nodes(unit.grad_nodes())
             arrivals = units[unit.key] = _Arrivals(expected)
         return arrivals
 
     def left(self, until: int) -> None:
         """Report that the current task, if we watch it, has left all uses above ``until``."""
-        task = _torch.current_task()
+        task = _autograd.current_task()
         if task in self.tasks:
             self.trigger(when.BackwardLeave(task, until))
 
@@ -193,7 +193,7 @@ class _Counter:
 
     def arrived(self, param: Tensor) -> None:
         """Count one gradient, and report when it was the last."""
-        if self._task != _torch.current_task():
+        if self._task != _autograd.current_task():
             self._turn_to_current_task()
         arrivals = self._arrivals
         arrivals.count += 1
@@ -267,7 +267,7 @@ class Use:
         hooked, device = self.backward.hooked, self.unit.device
         for tensor in self._inputs:
             node = tensor.grad_fn
-            if node is None or _torch.node_number(node) in hooked:
+            if node is None or _autograd.node_number(node) in hooked:
                 continue
             if is_on(device, tensor):  # else another thread may come to it before we are left
                 node.register_prehook(self._input_grad)
@@ -277,7 +277,7 @@ class Use:
 
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """Begin a forward call of this use on ``inputs``."""
-        self._first_nodes.append(_torch.sequence_number())
+        self._first_nodes.append(_autograd.sequence_number())
         for tensor in inputs:
             self._inputs.append(tensor)
             for node in (tensor.grad_fn, base_of(tensor).grad_fn):
@@ -293,7 +293,7 @@ class Use:
         Nodes of the inputs are recognized by identity, not by number: each thread numbers its own
         nodes, and a checkpoint runs the forward again in the thread of backward.
         """
-        first, made, outputs = self._first_nodes.pop(), _torch.sequence_number(), list(outputs)
+        first, made, outputs = self._first_nodes.pop(), _autograd.sequence_number(), list(outputs)
         inputs, input_nodes = self._inputs, self._input_nodes  # alive, so that ids stay unique
         given = set(map(id, input_nodes))
         if not self._first_nodes:
@@ -323,10 +323,10 @@ class Use:
                 elsewhere.follow(base.grad_fn)
                 elsewhere.follow(tensor.grad_fn)
                 continue
-            elif _torch.node_number(base.grad_fn) >= first and id(base.grad_fn) not in given:
+            elif _autograd.node_number(base.grad_fn) >= first and id(base.grad_fn) not in given:
                 nodes[id(base.grad_fn)] = base.grad_fn
             if tensor.grad_fn is not None and id(tensor.grad_fn) not in given:
-                number = _torch.node_number(tensor.grad_fn)
+                number = _autograd.node_number(tensor.grad_fn)
                 newest = max(newest, number)
                 if number >= first:
                     hooked.add(number)
@@ -340,7 +340,7 @@ class Use:
             else:  # nothing is computed on the unit's device
                 more = elsewhere.outputs
             nodes |= more
-            newest = max([newest, *map(_torch.node_number, more.values())])
+            newest = max([newest, *map(_autograd.node_number, more.values())])
         for node in nodes.values():
             node.register_prehook(partial(self._output_grad, last_use))
         if not nodes:  # the outputs may be nothing but inputs
@@ -392,7 +392,7 @@ def _can_have_graph(units: Iterable[Unit], inputs: Iterable[Tensor]) -> bool:
 def refuse_gradients(unit: Unit, params: Iterable[Tensor]) -> None:
     """Make a backward that reaches ``params`` raise ``BusyError``; ``unit`` lends them now."""
     for param in params:
-        hooks = (param._backward_hooks or {}).values()
+        hooks = _autograd.grad_hooks(param)
         if param.requires_grad and not any(isinstance(hook, _Refusal) for hook in hooks):
             param.register_hook(_Refusal(unit))
 

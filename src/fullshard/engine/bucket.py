@@ -45,7 +45,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.comm import Label
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
@@ -93,7 +93,7 @@ class Bucket:
         self.keeps_memory = False  # True: resharding does not free the unsharded parameters
         self._requires_grad: list[bool] | None = None  # last flags set on unsharded parameters
         # Each ``grad_dtype`` that the user set, because casts and loads forget it.
-        self._set_grad_dtypes = list(map(_torch.explicit_grad_dtype, self.sharded_params))
+        self._set_grad_dtypes = list(map(_autograd.explicit_grad_dtype, self.sharded_params))
 
     def copy(self, memo: dict[Any, Any]) -> Bucket:
         """Return a resharded copy with separate memory; enter its parameters into ``memo``."""
@@ -109,7 +109,7 @@ class Bucket:
             param = nn.Parameter(self.spec.form.wrap(i, local), requires_grad=old.requires_grad)
             param.__dict__.update(copy.deepcopy(vars(old), memo))  # attributes that users set
             memo[id(old)] = param
-            _torch.keep_grad_dtype(_torch.explicit_grad_dtype(old), param)
+            _autograd.keep_grad_dtype(_autograd.explicit_grad_dtype(old), param)
             new.sharded_params.append(param)
         new._show_locals()
         memo |= {id(a): b for a, b in zip(self.shards.locals, new.shards.locals, strict=True)}
@@ -226,17 +226,17 @@ class Bucket:
             self._restore_grad_dtypes()
             for param, grad in zip(self.sharded_params, kept, strict=True):
                 if grad is not None:
-                    _torch.put_grad(param, grad.to(param.device))
+                    _autograd.put_grad(param, grad.to(param.device))
 
     def _remember_grad_dtypes(self) -> None:
-        now = map(_torch.explicit_grad_dtype, self.sharded_params)
+        now = map(_autograd.explicit_grad_dtype, self.sharded_params)
         self._set_grad_dtypes = [
             dtype or before for dtype, before in zip(now, self._set_grad_dtypes, strict=True)
         ]
 
     def _restore_grad_dtypes(self) -> None:
         for param, dtype in zip(self.sharded_params, self._set_grad_dtypes, strict=True):
-            _torch.keep_grad_dtype(dtype, param)
+            _autograd.keep_grad_dtype(dtype, param)
 
     def change_reduction(self, **changes: Any) -> None:
         """Replace fields of ``ReducePolicy``."""
@@ -320,15 +320,15 @@ class Bucket:
 
         A front is another tensor over the same memory, with a separate version counter.
         """
-        found = _torch.versions(self.sharded_params) + _torch.versions(self.shards.locals)
-        return found if self.front is None else found + _torch.versions([self.front.param])
+        found = _autograd.versions(self.sharded_params) + _autograd.versions(self.shards.locals)
+        return found if self.front is None else found + _autograd.versions([self.front.param])
 
     def replace(self, index: int, param: nn.Parameter) -> None:
         """Make ``param``, placed like ours, the parameter at ``index``; ``adopt`` it later."""
-        kept = _torch.explicit_grad_dtype(self.sharded_params[index])
+        kept = _autograd.explicit_grad_dtype(self.sharded_params[index])
         kept = self._set_grad_dtypes[index] = kept or self._set_grad_dtypes[index]
         self.sharded_params[index] = param
-        _torch.keep_grad_dtype(kept, param)
+        _autograd.keep_grad_dtype(kept, param)
 
     def conform(self, number: int, unplaced: Collection[int]) -> None:
         """Give the parameter at index ``number`` the device and dtype of those not ``unplaced``.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import device as _device
 from fullshard.layout import GatherPlan, Layout, StridedCopy, plan_gather
 
 MOST_DENSE = 64
@@ -25,7 +25,7 @@ def copy_all(places: list[Tensor], sources: list[Tensor]) -> None:
     """Copy ``sources`` to ``places``, with a cast; one device, and one shape per pair."""
     if not places:
         return
-    if not _torch.fuses_copies(places[0].device):
+    if not _device.fuses_copies(places[0].device):
         torch._foreach_copy_(places, sources)
         return
     dense: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}

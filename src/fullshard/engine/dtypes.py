@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import nn
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.engine.spec import BucketSpec
 from fullshard.errors import ConfigError
 from fullshard.tensors import ParallelSpec
@@ -38,7 +38,7 @@ class GradDtypes:
 
         ``params`` are the parameters that users see, and on which users set ``grad_dtype``.
         """
-        wanted = _torch.grad_dtypes(params)
+        wanted = _autograd.grad_dtypes(params)
         reduced = spec.reduce_dtype or computed
         if computed.is_complex:  # a complex dtype whose parts have no fewer bits than either dtype
             reduced = torch.promote_types(computed, reduced)
@@ -100,7 +100,7 @@ def _come_wide(spec: BucketSpec, params: Sequence[nn.Parameter]) -> bool:
     """Return whether gradients wider than computation are requested, or arise anyway."""
     if not spec.follows_grad_dtype:
         return False
-    is_set = any(_torch.explicit_grad_dtype(param) is not None for param in params)
+    is_set = any(_autograd.explicit_grad_dtype(param) is not None for param in params)
     return is_set or any(map(_sums_elsewhere, spec.parallel or ()))
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from fullshard import _torch, watch
+from fullshard import watch
+from fullshard._torch import autograd as _autograd
 from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.reduce import Gradients, resolve_presence
@@ -163,14 +164,14 @@ class Engine:
     @property
     def is_running(self) -> bool:
         """True in the middle of a forward or a backward."""
-        return not self.scheduler.idle or _torch.current_task() != NO_TASK
+        return not self.scheduler.idle or _autograd.current_task() != NO_TASK
 
     def backward_is_over(self) -> bool:
         """Wait for the end of a backward that this thread is not in, and return whether it came.
 
         Return True without waiting inside of a forward or a backward.
         """
-        if _torch.current_task() != NO_TASK or self.scheduler.iteration is not None:
+        if _autograd.current_task() != NO_TASK or self.scheduler.iteration is not None:
             return True
         return self.backward.are_over()
 
@@ -334,7 +335,7 @@ class Engine:
             is_refused = (
                 self.steps.thread != threading.get_ident() and self._is_in_forward_elsewhere()
             )
-            if is_refused and _torch.current_task() == NO_TASK:
+            if is_refused and _autograd.current_task() == NO_TASK:
                 return
             self._leave(unit, member, use, outputs, failed=failed)
 
@@ -345,7 +346,7 @@ class Engine:
         follows = use.end(() if failed else outputs, self.scheduler.last_use, inside)
         if failed:
             follows = Follows.NOTHING
-        if follows is Follows.HIDDEN and _torch.current_task() == NO_TASK:
+        if follows is Follows.HIDDEN and _autograd.current_task() == NO_TASK:
             self._warn_hidden(unit)
         self._exit(unit, member, follows, failed=failed)
 
@@ -356,8 +357,8 @@ class Engine:
         return any(thread.ident == self.steps.thread for thread in threading.enumerate())
 
     def _exit(self, unit: Unit, member: int, follows: Follows, *, failed: bool) -> None:
-        task = _torch.current_task()
-        if failed and not _torch.ends_recomputation(sys.exception()):
+        task = _autograd.current_task()
+        if failed and not _autograd.ends_recomputation(sys.exception()):
             self.steps.left(f"in the forward of {_named(unit)}")
         self.trigger(when.ForwardExit(unit.key, member, task, follows, failed))
         if self.scheduler.idle and task == NO_TASK and follows is Follows.NOTHING:
@@ -450,7 +451,7 @@ class Engine:
         """Carry out ``actions`` in order; ``to_the_end``: all of them, even if one fails."""
         if not actions:
             return
-        with torch.no_grad(), _torch.outside_of_transforms():
+        with torch.no_grad(), _autograd.outside_of_transforms():
             if to_the_end:
                 self._act_to_the_end(actions)
                 if self.scheduler.idle:  # a CUDA graph of a step must end with lanes joined
@@ -498,7 +499,7 @@ class Engine:
             self._fence()
             return
         unit = self.units[action.unit]
-        if not _torch.is_profiling():
+        if not _autograd.is_profiling():
             self._carry_out(action.op, unit)
             return
         with record_function(f"fullshard::{action.op.value} {unit.name or '(root)'}"):

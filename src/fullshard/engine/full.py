@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import memory as _memory
 from fullshard.comm import broadcast_pieces
 from fullshard.device import BufferKind, StorageMeter
 from fullshard.engine.copies import copy_all, gather_plan, places_of_copies, written_in_place
@@ -44,7 +44,7 @@ def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Ten
         copy_all(*places_of_copies(plan.copies, full, staging, layout.unsharded_offsets))
     places = zip(layout.unsharded_offsets, layout.params, strict=True)
     return [
-        _torch.own_storage(full.narrow(0, offset, param.numel).view(param.shape))
+        _memory.own_storage(full.narrow(0, offset, param.numel).view(param.shape))
         for offset, param in places
     ]
 
@@ -66,7 +66,7 @@ def gather_full_param(spec: BucketSpec, flat: Tensor, index: int, meter: Storage
     with meter.holding(BufferKind.FULL, staging.nbytes):
         spec.comm.all_gather([staging], [source]).wait()
         if not plan.copies:
-            return _torch.own_storage(staging[: param.numel].view(param.shape))
+            return _memory.own_storage(staging[: param.numel].view(param.shape))
         full = source.new_empty(param.numel)
         with meter.holding(BufferKind.FULL, full.nbytes):
             copy_all(*places_of_copies(plan.copies, full, staging, {index: 0}))

@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import memory as _memory
 from fullshard.device import StorageMeter
 from fullshard.engine.reduce_input import Reduced
 from fullshard.engine.spec import BucketSpec
@@ -61,8 +61,8 @@ class GradShard:
 
     def _counted(self) -> tuple[int, int]:
         """Return the number of references to the memory, and to the tensors."""
-        holders = _torch.num_holders(self.shown) + _torch.num_holders(self.locals)
-        return _torch.num_owners(self._storages), holders
+        holders = _memory.num_holders(self.shown) + _memory.num_holders(self.locals)
+        return _memory.num_owners(self._storages), holders
 
 
 class ReducedSets:
@@ -111,6 +111,6 @@ def _cast(spec: BucketSpec, flat: Tensor, dtypes: Sequence[torch.dtype]) -> list
         part = flat[start : last.offset + last.numel].to(dtype, copy=True)
         announce_flat(part, ((pieces[i].offset - start, pieces[i].numel) for i in members))
         for i in members:
-            views[i] = _torch.own_part(part, pieces[i].offset - start, pieces[i].shape)
-            _torch.keep_alive(views[i], part)
+            views[i] = _memory.own_part(part, pieces[i].offset - start, pieces[i].shape)
+            _memory.keep_alive(views[i], part)
     return [views[i] for i in range(len(pieces))]

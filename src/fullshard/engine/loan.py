@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.device import BufferKind, StorageMeter
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.full import (
@@ -87,7 +87,7 @@ class Loan:
             param.requires_grad_(own.requires_grad)
             if grad is not None:
                 parallel = spec.parallel[i] if spec.parallel else None
-                _torch.set_grad(param, grad if parallel is None else parallel.wrap(grad))
+                _autograd.set_grad(param, grad if parallel is None else parallel.wrap(grad))
             params.append(param)
         return params
 
@@ -257,7 +257,7 @@ def _put_grads(bucket: Bucket, row: Tensor, present: Sequence[bool]) -> None:
         if not present[i]:
             param.grad = None
         elif param.grad is None:
-            _torch.set_grad(param, spec.form.wrap(i, views[i].to(dtypes[i])))
+            _autograd.set_grad(param, spec.form.wrap(i, views[i].to(dtypes[i])))
         else:
             spec.form.local(param.grad).copy_(views[i])
     if bucket.front is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 
 
 def base_of(tensor: Tensor) -> Tensor:
@@ -67,8 +67,8 @@ class Elsewhere:
         ahead = [output]
         while ahead:
             node = ahead.pop()
-            number = _torch.node_number(node)
-            if _torch.node_device(node) == self._device:
+            number = _autograd.node_number(node)
+            if _autograd.node_device(node) == self._device:
                 self.entries[id(node)] = node
             elif number not in self.numbers:
                 self.numbers.add(number)
@@ -76,4 +76,4 @@ class Elsewhere:
                 ahead += [one for one, _ in node.next_functions if one and self._is_ours(one)]
 
     def _is_ours(self, node: Node) -> bool:
-        return _torch.node_number(node) in self._made and id(node) not in self._given
+        return _autograd.node_number(node) in self._made and id(node) not in self._given

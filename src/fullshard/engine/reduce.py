@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.comm import Done, Pending
 from fullshard.device import Lane, Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
@@ -425,7 +425,7 @@ class Gradients:
             if present[i] and (params[index].requires_grad or index in prior)
         ]
         forced = self._spec.grad_dtype is not None or front is not None
-        put = _torch.set_grad if forced else _torch.put_grad
+        put = _autograd.set_grad if forced else _autograd.put_grad
         for i, param in wanted:
             if param.grad is None:
                 put(param, result.shown[i])
@@ -437,7 +437,7 @@ class Gradients:
         if front is not None:
             front.take_gradients()
         seen = [param for _, param in wanted] if front is None else [front.param]
-        for param, hook in _torch.post_accumulate_grad_hooks(seen):
+        for param, hook in _autograd.post_accumulate_grad_hooks(seen):
             hook(param)  # as autograd would call the hook; an optimizer may step in it
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import device as _device
 from fullshard.device import Buffer, BufferKind, StorageMeter
 from fullshard.engine.copies import MOST_DENSE, copy_all
 from fullshard.engine.spec import BucketSpec, num_flags
@@ -119,7 +119,7 @@ class ReduceInput:
             self._flag_rows: tuple[Tensor, ...] = ()
             self._cat: _ChunkCat | None = None
             copies = layout.copies(row=self.row)
-            if _torch.fuses_copies(device):
+            if _device.fuses_copies(device):
                 self._cat = _ChunkCat.of(layout, rows)
                 copies = tuple(in_rows(copies, most=MOST_DENSE))
                 if len(copies) + layout.world <= MOST_DENSE:
@@ -246,7 +246,7 @@ class _ChunkCat:
         ``presence`` returns the flags in the dtype of a gradient.
         """
         dtypes = {grad.dtype for grad in grads if grad is not None}
-        if not _torch.casts_in_chunk_cat(dtypes, self._rows.dtype):
+        if not _device.casts_in_chunk_cat(dtypes, self._rows.dtype):
             return False
         dtype = min(dtypes, key=lambda one: one.itemsize)
         constants = self._constants.get(dtype)
@@ -257,7 +257,9 @@ class _ChunkCat:
             grad = grads[slot.param]
             assert grad is not None
             sources += [gap, grad.contiguous().view(-1, slot.unit)]
-        _torch.chunk_cat([part for part in (*sources, *constants[-2:]) if part.numel()], self._rows)
+        _device.chunk_cat(
+            [part for part in (*sources, *constants[-2:]) if part.numel()], self._rows
+        )
         return True
 
     def _between(self, flags: Tensor) -> list[Tensor]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fullshard import _torch
+from fullshard._torch import memory as _memory
 from fullshard.comm import ENCODED, Collectives, Label, encoded
 from fullshard.device import LaneEvent, Lanes, dry_host_tensor, host_tensor
 from fullshard.engine.policy import WireCheck, WirePolicy
@@ -216,9 +216,9 @@ class BucketSpec:
         keep ``flat`` alive, and ``tensors.flat_part_of`` finds them as neighbors in ``flat``.
         """
         announce_flat(flat, ((piece.offset, piece.numel) for piece in self.pieces))
-        views = [_torch.own_part(flat, piece.offset, piece.shape) for piece in self.pieces]
+        views = [_memory.own_part(flat, piece.offset, piece.shape) for piece in self.pieces]
         for view in views:
-            _torch.keep_alive(view, flat)
+            _memory.keep_alive(view, flat)
         return views
 
     def unsharded_param(self, index: int, view: Tensor) -> nn.Parameter:

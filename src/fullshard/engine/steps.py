@@ -27,7 +27,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fullshard import _torch, watch
+from fullshard import watch
+from fullshard._torch import dynamo as _dynamo
+from fullshard._torch import nn as _nn
 from fullshard.comm.fault_domain import Era, fault_domain
 from fullshard.errors import TornStepError
 
@@ -172,7 +174,7 @@ def find_interrupted(beginning: Optimizer | None = None) -> None:
     """
     if not _begun:
         return
-    running = _torch.stepping_optimizers()
+    running = _nn.stepping_optimizers()
     if id(beginning) in running:
         running.remove(id(beginning))
     with _lock:
@@ -194,7 +196,7 @@ def refused(optimizer: Optimizer) -> None:
         _begun.pop(optimizer, None)
 
 
-@_torch.never_compiled
+@_dynamo.never_compiled
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     if optimizer in _begun:  # left, and tried again, or inside of its own step
         find_interrupted(optimizer)
@@ -206,7 +208,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
         )
 
 
-@_torch.never_compiled
+@_dynamo.never_compiled
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     with _lock:
         its = _begun.pop(optimizer, None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extended import AnyUnsharded
 from fullshard.engine.reduce import Gradients
@@ -223,7 +223,7 @@ class Unit:
         params = self.unsharded_params()
         trainable = [param.requires_grad for param in params]
         if self._grad_nodes is None or self._grad_nodes[0] != trainable:
-            nodes = list(map(_torch.gradient_node, compress(params, trainable)))
+            nodes = list(map(_autograd.gradient_node, compress(params, trainable)))
             self._grad_nodes = (trainable, nodes)
         return self._grad_nodes[1]
 

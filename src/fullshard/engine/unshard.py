@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import device as _device
 from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, BufferKind, Lane, LaneEvent, Lanes, StorageMeter
 from fullshard.engine.copies import copy_all, gather_plan, places_of_copies, written_in_place
@@ -315,7 +315,7 @@ def _staged(plan: GatherPlan, spec: BucketSpec) -> list[tuple[int, int]]:
     There is usually one; a part that a device copies out in one kernel is not mixed with the rest.
     """
     stop = plan.staged_numel
-    even = even_from(spec.layout, stop) if _torch.fuses_copies(spec.device) else stop
+    even = even_from(spec.layout, stop) if _device.fuses_copies(spec.device) else stop
     return [(start, end) for start, end in ((0, even), (even, stop)) if start < end]
 
 
@@ -341,7 +341,7 @@ class _Staging:
         self._nbytes = sum(view.nbytes for view in self._to)
         self._side_by_side: list[Tensor] = []
         self._rows = self.buffer.tensor.view(layout.world, self.numel)
-        if _torch.fuses_copies(spec.device):
+        if _device.fuses_copies(spec.device):
             self._split_up(copies, layout.world)
 
     def _split_up(self, copies: Sequence[StridedCopy], world: int) -> None:
@@ -372,7 +372,7 @@ class _Staging:
         """Copy the gathered pieces to their places, in one batch, and free the staging buffer."""
         self._target.allocate()
         if self._side_by_side:
-            _torch.split_copy(self._rows, self._side_by_side)
+            _device.split_copy(self._rows, self._side_by_side)
         else:
             copy_all(self._to, self._from)
         self._meter.copied(self._nbytes)

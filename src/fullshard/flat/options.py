@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from fullshard._torch import nn as _nn
 from fullshard.comm import played_by
 from fullshard.engine import Offload
 from fullshard.errors import ArgumentTypeError
@@ -102,7 +102,7 @@ class MixedPrecision:
     cast_root_forward_inputs: bool = True
     """Cast floating-point inputs of forward to ``param_dtype`` if this unit is the root, which
     obeys ``cast_forward_inputs`` as well."""
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_nn.BatchNorm,)
     full_precision_in_eval: bool = False
     """Use the own dtypes of parameters and buffers in modules that are in ``eval()``. Each call of
     the outermost wrapper checks the modes; that wrapper must have this option too. The environment

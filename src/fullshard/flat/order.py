@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fullshard import _torch
+from fullshard._torch import dynamo as _dynamo
 from fullshard.comm import Label
 from fullshard.engine import Engine, Unit
 from fullshard.errors import ProtocolError
@@ -33,7 +33,7 @@ class _Order:
 _orders: WeakKeyDictionary[Engine, _Order] = WeakKeyDictionary()
 
 
-@_torch.never_compiled
+@_dynamo.never_compiled
 def follow_order(unit: Unit) -> None:
     """Check the order before a forward of ``unit``; in later iterations only warn.
 

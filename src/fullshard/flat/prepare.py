@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard._torch import autograd as _autograd
 from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError, UnsupportedError
 from fullshard.flat.options import ShardingStrategy
 from fullshard.frontend.meshes import DataMesh
@@ -70,7 +71,7 @@ def check_module(module: nn.Module, ignored: Ignored, *, shown_as_one: bool) -> 
             f"result in all parameters being ignored: got {name} in ignored_modules",
             stacklevel=3,
         )
-    if shown_as_one and any(hasattr(p, "_in_backward_optimizers") for p in module.parameters()):
+    if shown_as_one and any(map(_autograd.steps_in_backward, module.parameters())):
         raise _Overlapped(
             f"FullyShardedDataParallel: parameters of {name} have optimizers that step in backward "
             "(_apply_optimizer_in_backward), which is only supported with use_orig_params=True"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard import _torch
+from fullshard._torch import dynamo as _dynamo
 from fullshard.comm import HookedCopies, HookedShards, Settled, SingleRank
 from fullshard.engine import Bucket, Unit, WirePolicy
 from fullshard.errors import AssertedConfigError, AssertedProtocolError, ConfigError, ProtocolError
@@ -212,7 +212,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         """Return an element of a wrapped container."""
         return getattr(self, WRAPPED)[key]
 
-    @_torch.not_compiled
+    @_dynamo.not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, whose parameters are unsharded at this time."""
         unit = self._unit
@@ -225,7 +225,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             return self._precision.run_exempt(getattr(self, WRAPPED), args, kwargs)
         return getattr(self, WRAPPED)(*args, **kwargs)
 
-    @_torch.not_compiled
+    @_dynamo.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, and tell the engine when the call ends, even by an exception."""
         unit = self._unit

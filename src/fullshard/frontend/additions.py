@@ -12,7 +12,7 @@ from itertools import chain
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import nn as _nn
 from fullshard.engine import Unit
 from fullshard.frontend.flat_param import FLAT_PARAM
 from fullshard.frontend.hooks import num_registrations
@@ -72,8 +72,8 @@ class Additions:
 
 
 def _is_managed(module: nn.Module) -> bool:
-    is_sharded = hasattr(module, "_is_fsdp_managed_module") or unit_of(module) is not None
-    return is_sharded or _torch.is_replicated(module)
+    is_sharded = _nn.is_managed(module) or unit_of(module) is not None
+    return is_sharded or _nn.is_replicated(module)
 
 
 def _left_out(module: nn.Module) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.comm import ENCODED
 from fullshard.engine import (
     BucketSpec,
@@ -188,7 +188,7 @@ def _bucket_spec(
         parallel=parallel if any(parallel) else None,
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
-        follows_grad_dtype=choices.shown is Shown.DTENSORS and _torch.follows_grad_dtype(),
+        follows_grad_dtype=choices.shown is Shown.DTENSORS and _autograd.follows_grad_dtype(),
         clean_padding=choices.shown is Shown.FLAT,
         offload=choices.offload,
         hook_arguments=_hook_arguments(members, strategy, mesh, choices),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import nn as _nn
 from fullshard.engine import Bucket, Engine, Unit
 from fullshard.frontend.additions import Additions
 from fullshard.frontend.buckets import BucketPlan, CallOptions, Shown, device_of, plan_buckets
@@ -76,17 +76,15 @@ def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
         if isinstance(param, DTensor):
             handle_ops_on(param.device_mesh)
         if choices.shown is Shown.ORIGINALS:
-            _torch.mark_flattened(param)
+            _nn.mark_flattened(param)
     install_forward_hooks(unit, modules, replace(choices.policy, param_dtype_override_fn=None))
     install_state_dict_hooks(unit, places)
     if choices.shown is Shown.DTENSORS:
         for module in modules:
             module.__class__ = sharded_class(type(module))
-            _torch.mark_sharded(module)
+            _nn.mark_sharded(module)
     for module in below.modules:
-        # Dynamo treats modules with these attributes as sharded.
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]
-        module._fsdp_use_orig_params = choices.shown is not Shown.FLAT  # type: ignore[assignment]
+        _nn.mark_managed(module, shows_originals=choices.shown is not Shown.FLAT)
     check_optimizers_again()
     enlist(modules, chain.from_iterable(plan.params), unit)
     places.warn_of_additions = Additions(below.modules).warn

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from fullshard import _torch
+from fullshard._torch import nn as _nn
 from fullshard.comm import played_by
 from fullshard.engine import MixedPrecisionPolicy, Offload, WirePolicy
 from fullshard.errors import (
@@ -242,7 +242,7 @@ def check_params(params: Sequence[PlacedParam], layout: LayoutStrategy) -> None:
                 f"fully_shard: parameter {name} is lazy and has no shape yet; run a forward "
                 "before sharding"
             )
-        if _torch.has_spmd_types(param):
+        if _nn.has_spmd_types(param):
             raise NotBuiltError(
                 f"fully_shard: parameter {name} is annotated by spmd_types, which is not built; "
                 "pass a DTensor on the full mesh and dp_mesh_dims, or no annotation"

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
+from fullshard._torch import nn as _nn
 from fullshard.engine import Bucket, Unit
 from fullshard.errors import ProtocolError
 from fullshard.frontend.places import Place, Places
@@ -63,7 +64,7 @@ class FlatParameter:
                 for place, piece in zip(places, pieces, strict=True)
             ]
         announce_pieces(self.param, parts)
-        _torch.mark_flattened(self.param, map(clean_name, self.bucket.names))
+        _nn.mark_flattened(self.param, map(clean_name, self.bucket.names))
 
     @property
     def numel(self) -> int:
@@ -110,7 +111,7 @@ class FlatParameter:
         if grad is not None:
             for number, piece in enumerate(self.pieces(grad)):
                 if number in self._with_grad:
-                    _torch.set_grad(self.bucket.sharded_params[number], piece)
+                    _autograd.set_grad(self.bucket.sharded_params[number], piece)
 
     def take_gradients(self) -> None:
         """See ``engine.Front``; the pieces drop theirs, else ``zero_grad`` would free no memory."""
@@ -122,7 +123,7 @@ class FlatParameter:
             self.param.grad = None
             return
         if self.param.grad is None:
-            _torch.set_grad(self.param, self._one_memory(grads))
+            _autograd.set_grad(self.param, self._one_memory(grads))
         whole = self.param.grad
         assert whole is not None
         for own, grad in zip(self.pieces(whole), grads, strict=True):

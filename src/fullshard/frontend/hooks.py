@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fullshard import _torch
+from fullshard._torch import dynamo as _dynamo
 from fullshard.engine import Engine, MixedPrecisionPolicy, Unit, refuse_gradients
 from fullshard.frontend.places import Places, places_of
 from fullshard.tensors import find_tensors, map_tensors
@@ -59,7 +59,7 @@ class _ForwardHooks:
     _calls: list[_Call] = field(default_factory=list)
     """The calls that run, in all threads; the innermost of a thread is its last."""
 
-    @_torch.never_compiled
+    @_dynamo.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Unshard the unit; move the inputs of a root, and cast inputs."""
         engine = engine_of(self.unit)
@@ -78,7 +78,7 @@ class _ForwardHooks:
             return map_tensors(_Cast(dtype), args), map_tensors(_Cast(dtype), kwargs)
         return args, kwargs
 
-    @_torch.never_compiled
+    @_dynamo.never_compiled
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Reshard the unit if it is done, and cast the outputs; also called after exceptions."""
         calls, here = self._calls, get_ident()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard import _torch
+from fullshard._torch import dynamo as _dynamo
 from fullshard.errors import ConfigError, FullshardError, RaggedOperationError, UnsupportedError
 from fullshard.frontend.ownership import names_of_stepped, sharded_twin_of
 from fullshard.tensors import RaggedTensor, handle_mixed_lists
@@ -25,7 +25,7 @@ def check_optimizers_again() -> None:
     _checked.clear()
 
 
-@_torch.never_compiled
+@_dynamo.never_compiled
 def _check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     """Refuse a step that would train nothing, or not as the unsharded model; change nothing."""
     num_params = sum(len(group["params"]) for group in optimizer.param_groups)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fullshard import _torch
+from fullshard._torch import nn as _nn
 from fullshard.engine import Unit
 from fullshard.frontend.places import Place
 
@@ -205,7 +205,7 @@ def _walk(
 
     def visit(prefix: str, module: nn.Module, around: Unit | None) -> None:
         unit = unit_of(module) or around
-        if module in (outside if unit is None else inside) or _torch.is_replicated(module):
+        if module in (outside if unit is None else inside) or _nn.is_replicated(module):
             return
         if unit is None:
             outside[module] = prefix

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import nn as _nn
 from fullshard.engine import Bucket, Unit
 from fullshard.errors import ConfigError, ProtocolError
 
@@ -61,7 +61,7 @@ class Places:
     def _index(self) -> None:
         # nn.LSTM, for example, keeps a second list of its parameters, which setattr updates.
         self._by_setattr = [
-            slot for slot in self._slots if _torch.overrides_setattr(slot.place.module)
+            slot for slot in self._slots if _nn.overrides_setattr(slot.place.module)
         ]
 
     def _point(self, targets: _Targets) -> None:

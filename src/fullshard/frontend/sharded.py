@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.engine import Bucket, Engine, Unit, WireErrors, relative_error
 from fullshard.errors import ArgumentTypeError, BusyError, ConfigError, NotBuiltError
 from fullshard.frontend.copying import copy_sharded
@@ -295,7 +295,7 @@ def check_left(what: str, engine: Engine) -> None:
     Raises:
         BusyError: if a forward or backward is running; nothing was changed.
     """
-    running = "a backward" if _torch.current_task() != NO_TASK else None
+    running = "a backward" if _autograd.current_task() != NO_TASK else None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and running is None:
         module = frame.f_locals[_RUNNERS[frame.f_code]] if frame.f_code in _RUNNERS else None

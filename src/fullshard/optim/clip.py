@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, NonFiniteError
 from fullshard.optim.joined import joined
 from fullshard.tensors import Spread, placed_pieces_of, spread_of
@@ -139,7 +139,7 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
 
     for param, grad in grads:
         if isinstance(grad, DTensor):
-            alike(grad.device_mesh, grad.placements).append(_torch.local_of(grad))
+            alike(grad.device_mesh, grad.placements).append(_dtensor.local_of(grad))
             continue
         parts = placed_pieces_of(param)
         if not parts:
@@ -154,7 +154,7 @@ def _none_of(param: Tensor) -> Tensor:
     """Return a gradient of no elements that lies where ``param`` does."""
     if not isinstance(param, DTensor):
         return param.new_empty(0)
-    return _torch.dtensor_like(param, _torch.local_of(param).new_empty(0))
+    return _dtensor.dtensor_like(param, _dtensor.local_of(param).new_empty(0))
 
 
 _PLAIN = Spread((), 1)

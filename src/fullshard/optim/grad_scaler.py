@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.comm import all_reduce
 from fullshard.errors import (
     ArgumentTypeError,
@@ -230,5 +230,5 @@ def _values(param: Tensor) -> Tensor | None:
             wide = torch.promote_types(grad.dtype, torch.float32)
             param.grad = grad = grad.to(wide).coalesce().to(grad.dtype)
         return grad._values()
-    local = _torch.waited(local_part(grad))
+    local = _dtensor.waited(local_part(grad))
     return torch.view_as_real(local) if local.is_complex() else local

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.errors import UnsupportedError
 from fullshard.optim.inner import Inner, Steppable, step_quietly
 from fullshard.optim.trial import exactly, kind_of, tame, tame_group, unseen, values_like
@@ -301,9 +301,9 @@ def widened(inner: Inner, pieces: Sequence[First]) -> Iterator[None]:
     pieces = [one for one in pieces if one.piece.wide > one.piece.numel]
     own = [(one.run.tensor.data, one.run.tensor.grad) for one in pieces]
     for (run, piece, _), (memory, grad) in zip(pieces, own, strict=True):
-        _torch.set_grad(run.tensor, None)
+        _autograd.set_grad(run.tensor, None)
         run.tensor.data = piece.widened(memory)
-        _torch.set_grad(run.tensor, None if grad is None else piece.widened(grad))
+        _autograd.set_grad(run.tensor, None if grad is None else piece.widened(grad))
     try:
         yield
     except BaseException:
@@ -312,9 +312,9 @@ def widened(inner: Inner, pieces: Sequence[First]) -> Iterator[None]:
         raise
     for (run, piece, units), (memory, grad) in zip(pieces, own, strict=True):
         memory.copy_(run.tensor.data.view(-1)[piece.front :][: piece.numel])
-        _torch.set_grad(run.tensor, None)
+        _autograd.set_grad(run.tensor, None)
         run.tensor.data = memory
-        _torch.set_grad(run.tensor, grad)
+        _autograd.set_grad(run.tensor, grad)
         values = inner.state_of(run)
         if values:
             inner.set_state(run, piece.state(values, units))

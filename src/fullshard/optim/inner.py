@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard import _torch
+from fullshard._torch import nn as _nn
 from fullshard.optim.groups import Groups, KeptOptions, options_of
 
 AMP = ("grad_scale", "found_inf")
@@ -22,7 +22,7 @@ _ONCE = (nullcontext(),)
 def step_quietly(optimizer: Optimizer) -> None:
     """Call ``optimizer.step()`` without global hooks; those run for the user's optimizer."""
     step: Any = type(optimizer).step
-    if step.__code__ is _torch.CALLS_STEP_HOOKS:
+    if step.__code__ is _nn.CALLS_STEP_HOOKS:
         step = step.__wrapped__
     step(optimizer)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.optim.groups import Groups, numbered
 from fullshard.optim.run import Run, same
 from fullshard.optim.runs import Position, find_runs
@@ -241,8 +241,8 @@ def _placed_like(param: DTensor, grad: DTensor) -> Tensor:
 
 def _are_ready(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     """Return whether ``is_ready`` holds for all pairs; passes in C if they share placements."""
-    if _torch.share_specs(params, grads):
-        return set(map(type, _torch.locals_of(grads))) <= {Tensor}
+    if _dtensor.share_specs(params, grads):
+        return set(map(type, _dtensor.locals_of(grads))) <= {Tensor}
     return all(map(is_ready, params, grads))
 
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
+from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.optim.entries import Described, Entries, StateEntry
 from fullshard.optim.grain import GrainPiece, Units, padded_numel
@@ -58,7 +59,7 @@ class WholeBlock:
     def lend(self, memory: Tensor, grad: Tensor) -> None:
         """Lend the block and its gradient to the tensor."""
         self.tensor.data = memory
-        _torch.set_grad(self.tensor, grad)
+        _autograd.set_grad(self.tensor, grad)
 
     def take_back(self) -> None:
         """Take memory and gradient away from the tensor."""
@@ -124,7 +125,7 @@ class OwnedParam:
         if entry.is_shared:
             local = torch.empty(shape, device="meta")
             spec = self._spec(Replicate(), local.shape, local.dtype)
-            return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=DTensor)
+            return _dtensor.dtensor_from_spec(local, spec, requires_grad=False, cls=DTensor)
         local = torch.empty(self._numel(entry, self.ranks.own), device="meta")
         return self._placed(entry, local)
 
@@ -335,11 +336,11 @@ class OwnedParam:
             lengths[self.owners[at]] += shape.numel()
         placement = RaggedShard([(1, length) for length in lengths])
         spec = self._spec(placement, torch.Size(entry.shape), local.dtype)
-        return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=RaggedTensor)
+        return _dtensor.dtensor_from_spec(local, spec, requires_grad=False, cls=RaggedTensor)
 
     def _spec(self, placement: Placement, shape: torch.Size, dtype: torch.dtype) -> Any:
         stride = torch.empty(shape, device="meta").stride()
-        return _torch.dtensor_spec(
+        return _dtensor.dtensor_spec(
             self.ranks.mesh, (placement,), shape=shape, stride=stride, dtype=dtype
         )
 

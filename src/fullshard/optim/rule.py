@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
+from fullshard._torch import nn as _nn
 from fullshard.errors import ConfigError
 from fullshard.optim.spread_param import spread_param_of
 from fullshard.optim.whole_muon import not_a_matrix
@@ -184,7 +184,7 @@ def _matrices(info: ParamInfo, wanted: Any) -> tuple[Blocks, int]:
     Raises:
         ConfigError: the parameter has no such blocks.
     """
-    is_conv = any(isinstance(module, _ConvNd) for module in info.modules)
+    is_conv = any(isinstance(module, _nn.ConvNd) for module in info.modules)
     leading = 0 if is_conv else len(info.shape) - 2
     height = info.shape[0]
     blocks: Blocks = "each" if wanted == "each" or (wanted is None and leading) else None

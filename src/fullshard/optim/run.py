@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
+from fullshard._torch import memory as _memory
 from fullshard.optim.host_state import host_like
 from fullshard.optim.states import StateOf, is_cut, is_cut_tensor
 from fullshard.tensors import announce_flat, flat_part_of, local_part, shown_like
@@ -131,7 +132,7 @@ class Run:
     def lend(self, memory: Tensor, grad: Tensor | None) -> None:
         """Lend ``memory`` and ``grad`` to the tensor."""
         self.tensor.data = memory
-        _torch.set_grad(self.tensor, grad)
+        _autograd.set_grad(self.tensor, grad)
 
     def take_back(self) -> None:
         """Take memory and gradient away from the tensor."""
@@ -143,7 +144,7 @@ class Run:
     def is_untouched(self, state: StateOf) -> bool:
         """Return whether ``state`` is as shown; edits in memory of the run do not count."""
         owns = map(state.get, self.params, repeat(_NOTHING))
-        return self._version == _torch.versions(self._copies.values()) and same(
+        return self._version == _autograd.versions(self._copies.values()) and same(
             chain.from_iterable(map(dict.values, owns)), self._entries
         )
 
@@ -198,7 +199,7 @@ class Run:
         if news or gone or not self.is_shown:
             self._write(news, gone, state)
         self.is_shown = True
-        self._version = _torch.versions(self._copies.values())
+        self._version = _autograd.versions(self._copies.values())
 
     def _show_cut(
         self, key: str, values: dict[str, Any], news: dict[str, Sequence[object]]
@@ -210,7 +211,7 @@ class Run:
             values[key] = shown.copy_(value)  # new each step; users keep the old tensor
             return
         grad = self.tensor.grad
-        if grad is not None and grad.numel() and _torch.is_at(value, grad):
+        if grad is not None and grad.numel() and _memory.is_at(value, grad):
             values[key] = value = value.clone()  # state is the gradient itself, only lent
         if self.parts is not None and (key not in self._flats or shown is not None):
             announce_flat(value, ((part.offset, part.numel) for part in self.parts))
@@ -251,7 +252,7 @@ class Run:
         if self.parts is None:
             return [value]
         views = [value.narrow(0, part.offset, part.numel).view(part.shape) for part in self.parts]
-        return [_torch.own_storage(view) for view in views]
+        return [_memory.own_storage(view) for view in views]
 
     def _join(self, key: str, locals_now: list[Tensor], flats: Container[int]) -> Tensor:
         first = locals_now[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError
 from fullshard.optim.groups import Groups, label_of
 
@@ -50,7 +50,7 @@ def is_cut_tensor(param: Tensor, key: str, value: object, singles: Container[str
 def is_placed_like(param: Tensor, other: Tensor) -> bool:
     """Return whether both are plain tensors, or DTensors of one mesh, placements and shape."""
     if isinstance(param, DTensor) and isinstance(other, DTensor):
-        return _torch.are_placed_alike(param, other)
+        return _dtensor.are_placed_alike(param, other)
     return isinstance(param, DTensor) == isinstance(other, DTensor)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import memory as _memory
 
 
 def unwrapped(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def held_by(value: object) -> dict[str, Tensor]:
     """Return the tensors that a wrapper holds, by name; none of others, and of a DTensor."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return {}
-    if not _torch.is_wrapper_subclass(value):
+    if not _memory.is_wrapper_subclass(value):
         return {}
     names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
     return {name: getattr(value, name) for name in names}

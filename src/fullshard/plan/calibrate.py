@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.device import DryLanes, LaneSpan
 from fullshard.doctor.facts import by_host
 from fullshard.doctor.links import Timing, received
@@ -160,7 +160,7 @@ def count_operations(model: nn.Module, batch: Tensor) -> int:
 def _step(model: nn.Module, batch: Tensor) -> Callable[[], None]:
     def step() -> None:
         model.zero_grad()
-        _torch.run_backward(model(batch).sum())
+        _autograd.run_backward(model(batch).sum())
 
     return step
 

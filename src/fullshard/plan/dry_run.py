@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
 from fullshard.comm import Exchange, Pending, dry_world
 from fullshard.device import DryLanes, LaneSpan
 from fullshard.engine import Engine, Unit
@@ -291,7 +291,7 @@ class _Run:
             with ledger.booking(kinds.ACTIVATIONS):
                 loss = self.job.loss(model, batch)
             with ledger.booking(kinds.BACKWARD):
-                _torch.run_backward(loss)
+                _autograd.run_backward(loss)
             del loss
         ledger.turn_to(AFTER_BACKWARD)
         ledger.note()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard import _torch
+from fullshard._torch import collectives as _collectives
+from fullshard._torch import memory as _memory
 from fullshard.comm import Exchange, Pending
 from fullshard.device import DryLanes, is_at_home
 from fullshard.plan.flops import flops_of
@@ -197,10 +198,10 @@ class PlanLedger(TorchDispatchMode):
                     home = bool(at_home) and all(at_home)
                     self._enter(tensor.untyped_storage(), self.kind, at_home=home)
         name = op.overloadpacket.__name__
-        what = _torch.functional_collective(op)
+        what = _collectives.functional_collective(op)
         if what is not None:
             nbytes = max(sum(one.nbytes for one in tensors) for tensors in (read, made))
-            self._carry(Exchange(what, _torch.ranks_of_group_named(args[-1]), nbytes)).wait()
+            self._carry(Exchange(what, _collectives.ranks_of_group_named(args[-1]), nbytes)).wait()
             return out
         if op.is_view or name in _TAKES_NO_TIME or not any(one.is_meta for one in (*made, *read)):
             return out
@@ -285,7 +286,7 @@ class PlanLedger(TorchDispatchMode):
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return what ``tensor`` is a part of on the meta device, whose memory it shares."""
-    whole = _torch.whole_on_meta(tensor)
+    whole = _memory.whole_on_meta(tensor)
     return tensor if whole is None else whole
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fullshard._torch import memory as _memory
+
 _MOST_NUMEL = 1 << 20
 
 
@@ -103,11 +105,8 @@ class Values:
                         self._forget_all_over(self._known[one])
 
     def _forget_all_over(self, value: Tensor) -> None:
-        storage = value.untyped_storage()._cdata
         same = [
-            tensor
-            for tensor, known in self._known.items()
-            if known.untyped_storage()._cdata == storage
+            tensor for tensor, known in self._known.items() if _memory.shares_storage(known, value)
         ]
         for tensor in same:
             del self._known[tensor]

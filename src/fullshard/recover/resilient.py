@@ -18,7 +18,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard import _torch, watch
+from fullshard import watch
+from fullshard._torch import collectives as _collectives
+from fullshard._torch import world as _world
 from fullshard.checkpoint.pending import settle
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.c10d import drop_transports
@@ -66,6 +68,7 @@ def resilient(
         LostRankError: too few ranks survive, or the store is gone, or the other ranks went on
             without this one because it answered too late.
         PeerError: all restarts are used up; the last fault, on all ranks.
+        TorchVersionError: PyTorch lacks a private name that a restart needs.
         Exception: the exception of ``train``, if all ranks raised; no process group remains.
     """
     for name, value, least in (("max_restarts", max_restarts, 0), ("min_world", min_world, 1)):
@@ -75,6 +78,7 @@ def resilient(
         raise ConfigError(
             "resilient: there is no default process group; call init_process_group first"
         )
+    _world.check_recovery()
     return _Job(train, max_restarts, min_world).run()
 
 
@@ -221,12 +225,12 @@ class _Origin(NamedTuple):
         """Return the arguments of the present default process group."""
         group = dist.group.WORLD
         assert group is not None
-        device_type = next(iter(_torch.device_types(group)))
+        device_type = next(iter(_collectives.device_types(group)))
         return cls(
-            _torch.default_store(),
+            _world.default_store(),
             dist.get_backend_config(group),
-            _torch.timeout_of(group, device_type),
-            _torch.group_options(group),
+            _collectives.timeout_of(group, device_type),
+            _collectives.group_options(group),
             group.bound_device_id,
         )
 
@@ -244,12 +248,12 @@ def join(origin: _Origin, name: str, rank: int, world: int) -> None:
         rank=rank,
         world_size=world,
         timeout=min(origin.timeout, timedelta(seconds=stall_s())),
-        pg_options=_torch.options_like(origin.options),  # a new object for each group
+        pg_options=_collectives.options_like(origin.options),  # a new object for each group
         device_id=origin.device,
     )
     group = dist.group.WORLD
     assert group is not None
-    _torch.set_timeout(group, origin.timeout)
+    _world.set_timeout(group, origin.timeout)
     own_store().set_timeout(origin.timeout)
     for variable, value in (("RANK", rank), ("WORLD_SIZE", world)):
         if variable in os.environ:  # programs read the variables of their launcher
@@ -277,7 +281,7 @@ def leave(error: BaseException | None) -> None:
     del watching
     gc.collect()  # models are reference cycles
     drop_transports()
-    _torch.drop_groups()
+    _world.drop_groups()
     gc.collect()
     if old is not None and _is_held(old()):
         log.warning(

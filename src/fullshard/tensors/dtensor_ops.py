@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
+from fullshard._torch import memory as _memory
 from fullshard.tensors.gathered_view import VIEW_HANDLERS
 from fullshard.tensors.own_parts import gathered, is_partial, keep_own_part
 from fullshard.tensors.pointwise import MIXED_LIST_HANDLERS, POINTWISE_HANDLERS
@@ -31,13 +32,13 @@ def _copy(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any
     source = args[1]
     if isinstance(source, DTensor):
         if is_partial(target) or not all(one.is_replicate() for one in source.placements):
-            return _torch.default_dtensor_op(op, args, kwargs)
-        source = _torch.local_of(source)
+            return _dtensor.default_dtensor_op(op, args, kwargs)
+        source = _dtensor.local_of(source)
     return keep_own_part(op, source.expand(target.shape), target)
 
 
 def _fill_with(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    op(_torch.local_of(target), gathered(args[1]))
+    op(_dtensor.local_of(target), gathered(args[1]))
     return target
 
 
@@ -50,13 +51,13 @@ def _on_whole(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str,
 
 def _compute(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Overwrite ``out`` with a result that every rank can compute in full."""
-    whole = torch.empty(target.shape, dtype=target.dtype, device=_torch.local_of(target).device)
+    whole = torch.empty(target.shape, dtype=target.dtype, device=_dtensor.local_of(target).device)
     op(*args, **{**kwargs, "out": whole})
     return keep_own_part(op, whole, target)
 
 
 def _transpose(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    return _torch.transposed_in_place(target)
+    return _dtensor.transposed_in_place(target)
 
 
 WRITE_HANDLERS = {
@@ -90,7 +91,7 @@ def handle_ops_on(mesh: DeviceMesh) -> None:
     """
     if not _meshes:
         for op in _HANDLERS:
-            _torch.handle_dtensor_op(op, _dispatch)
+            _dtensor.handle_dtensor_op(op, _dispatch)
     _meshes.add(mesh)
 
 
@@ -101,7 +102,7 @@ def handle_mixed_lists() -> None:
     """
     for op in MIXED_LIST_HANDLERS.keys() - _HANDLERS.keys():
         _HANDLERS[op] = MIXED_LIST_HANDLERS[op]
-        _torch.handle_dtensor_op(op, _dispatch)
+        _dtensor.handle_dtensor_op(op, _dispatch)
 
 
 def _dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -109,7 +110,7 @@ def _dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     if isinstance(target, (list, tuple)):
         target = next((one for one in target if isinstance(one, DTensor)), None)
     if not isinstance(target, DTensor) or not _is_ours(target):
-        return _torch.default_dtensor_op(op, args, kwargs)
+        return _dtensor.default_dtensor_op(op, args, kwargs)
     return _HANDLERS[op](op, target, args, kwargs)
 
 
@@ -117,4 +118,4 @@ def _is_ours(tensor: DTensor) -> bool:
     mesh = tensor.device_mesh
     if mesh not in _meshes or mesh.get_coordinate() is None:
         return False
-    return not (tensor.is_meta or _torch.is_fake(_torch.local_of(tensor)))
+    return not (tensor.is_meta or _memory.is_fake(_dtensor.local_of(tensor)))

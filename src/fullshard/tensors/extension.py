@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
+from fullshard._torch import memory as _memory
 from fullshard.errors import ExtensionError
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -61,7 +62,7 @@ def is_wrapper(tensor: Tensor) -> bool:
     Such a tensor cannot be a view of memory that it shares with other tensors.
     """
     cls = type(tensor)
-    if cls is Tensor or _torch.is_fake(tensor):
+    if cls is Tensor or _memory.is_fake(tensor):
         return False
     has_hooks = any(hasattr(cls, hook) for hook in (_PRE, _POST, _RELEASE))
     return has_hooks or cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
@@ -188,7 +189,7 @@ def post_all_gather(
     """
     hook = getattr(local, _POST)
     if out is not None:
-        with _torch.preserved_versions([out]):
+        with _autograd.preserved_versions((out,)):
             hook(outputs, metadata, dtype, out=out)
         return out, ()
     answer = hook(outputs, metadata, dtype)

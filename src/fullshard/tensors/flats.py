@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard._torch import memory as _memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +59,8 @@ def announce_flat(flat: Tensor, parts: Iterable[tuple[int, int]]) -> None:
         return
     filled = sorted((start, length) for start, length in parts if length)
     numbered = {start: (number, length) for number, (start, length) in enumerate(filled)}
-    if flat.is_meta:  # without addresses; a part knows where it is (``_torch.own_part``)
-        _torch.announce_on_meta(flat, numbered)
+    if flat.is_meta:  # without addresses; a part knows where it is (``_memory.own_part``)
+        _memory.announce_on_meta(flat, numbered)
         return
     device, address = flat.device, flat.data_ptr()
     if (device, address) not in _flats:
@@ -89,7 +89,7 @@ def flat_part_of(tensor: Tensor) -> FlatPart | None:
 
 
 def _part_on_meta(tensor: Tensor) -> FlatPart | None:
-    flat, start, (number, length) = _torch.part_on_meta(tensor)
+    flat, start, (number, length) = _memory.part_on_meta(tensor)
     if flat is None or flat.dtype != tensor.dtype or length == 0 or length != tensor.numel():
         return None
     return FlatPart(flat, number, start, start + length)

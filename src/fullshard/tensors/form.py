@@ -15,27 +15,29 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
+from fullshard._torch import dtensor as _dtensor
+from fullshard._torch import memory as _memory
 from fullshard.errors import ProtocolError
 from fullshard.tensors.parallel import ShardPlace
 
 
 def local_part(shown: Tensor) -> Tensor:
     """Return the local tensor of a DTensor (not a view of it); return a plain tensor as it is."""
-    return _torch.local_of(shown) if isinstance(shown, DTensor) else shown
+    return _dtensor.local_of(shown) if isinstance(shown, DTensor) else shown
 
 
 def local_parts(shown: Sequence[Tensor]) -> list[Tensor]:
     """Return ``local_part`` of each tensor, in one pass in C if all are DTensors."""
     try:
-        return list(_torch.locals_of(shown))
+        return list(_dtensor.locals_of(shown))
     except AttributeError:
         return list(map(local_part, shown))
 
 
 def shown_like(shown: Tensor, local: Tensor) -> Tensor:
     """Return ``local``, shaped as ``local_part(shown)``, in the form of ``shown``; no copy."""
-    return _torch.dtensor_like(shown, local) if isinstance(shown, DTensor) else local
+    return _dtensor.dtensor_like(shown, local) if isinstance(shown, DTensor) else local
 
 
 class ShardForm(Protocol):
@@ -73,12 +75,12 @@ class DTensorForm:
     shapes: Sequence[torch.Size]
     places: Sequence[ShardPlace]
     cls: type[DTensor] = DTensor
-    _specs: dict[tuple[int, torch.dtype], _torch.DTensorSpec] = field(default_factory=dict)
+    _specs: dict[tuple[int, torch.dtype], _dtensor.DTensorSpec] = field(default_factory=dict)
 
     def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
         """Return a new parameter with the ``requires_grad`` and ``grad_dtype`` of ``original``."""
         param = nn.Parameter(self.wrap(index, local), requires_grad=original.requires_grad)
-        _torch.keep_grad_dtype(_torch.explicit_grad_dtype(original), param)
+        _autograd.keep_grad_dtype(_autograd.explicit_grad_dtype(original), param)
         return param
 
     def wrap(self, index: int, local: Tensor) -> Tensor:
@@ -86,29 +88,29 @@ class DTensorForm:
         spec = self._specs.get((index, local.dtype))
         if spec is None:
             shape, place = self.shapes[index], self.places[index]
-            spec = self._specs[index, local.dtype] = _torch.dtensor_spec(
+            spec = self._specs[index, local.dtype] = _dtensor.dtensor_spec(
                 place.mesh,
                 tuple(place.placements),
                 shape=shape,
                 stride=torch.empty(shape, device="meta").stride(),
                 dtype=local.dtype,
             )
-        return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=self.cls)
+        return _dtensor.dtensor_from_spec(local, spec, requires_grad=False, cls=self.cls)
 
     def local(self, shown: Tensor) -> Tensor:
         """See ``ShardForm``."""
-        return _torch.local_of(cast("DTensor", shown))
+        return _dtensor.local_of(cast("DTensor", shown))
 
     def repoint(self, shown: Tensor, local: Tensor) -> None:
         """See ``ShardForm``."""
-        _torch.repoint(cast("DTensor", shown), local)
+        _dtensor.repoint(cast("DTensor", shown), local)
 
     def introduce(self, index: int, shown: Tensor) -> None:
         """Do nothing, because a DTensor carries its own place."""
 
     def all_show(self, shown: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
         """See ``ShardForm``."""
-        return all(map(is_, _torch.locals_of(shown), locals_))
+        return all(map(is_, _dtensor.locals_of(shown), locals_))
 
     def as_dtensor(self, index: int, local: Tensor) -> Tensor:
         """Return the DTensor that users see; if nothing is cut, it has the parameter's shape."""
@@ -175,7 +177,7 @@ def _shares_memory(shown: Tensor, local: Tensor) -> bool:
     if not alike or shown.is_meta:
         return alike
     if shown.numel() == 0:
-        return _torch.shares_storage(shown, local)
+        return _memory.shares_storage(shown, local)
     return shown.data_ptr() == local.data_ptr()
 
 
@@ -228,7 +230,7 @@ class AbsentParameter(Tensor):
         requires_grad: bool,
     ) -> AbsentParameter:
         """Return the stand-in of the parameter with this name and these properties."""
-        absent = _torch.wrapper_of(cls, torch.empty(shape, dtype=dtype, device="meta"), device)
+        absent = _memory.wrapper_of(cls, torch.empty(shape, dtype=dtype, device="meta"), device)
         absent.requires_grad = requires_grad
         absent.whose = name
         return absent

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
+from fullshard._torch import memory as _memory
 from fullshard.errors import UnsupportedError
 from fullshard.tensors.own_parts import gathered, is_partial, own_part_of, replicated
 from fullshard.tensors.random import RANDOM_FILLS
@@ -37,7 +38,7 @@ class _Origin(NamedTuple):
     whole: Tensor
 
 
-class GatheredView(_torch.OwnDispatch):
+class GatheredView(_dtensor.OwnDispatch):
     """A view of a sharded DTensor that was gathered for the view; all ranks must use it alike.
 
     Operations that write to the view also write to the sharded tensor, but only to elements in the
@@ -71,14 +72,14 @@ class GatheredView(_torch.OwnDispatch):
 
 def _plain(value: Any) -> Any:
     """Return a GatheredView as an ordinary DTensor over its memory, other values unchanged."""
-    return _torch.dtensor_as(value, DTensor) if isinstance(value, GatheredView) else value
+    return _dtensor.dtensor_as(value, DTensor) if isinstance(value, GatheredView) else value
 
 
 def _view_of(origin: _Origin, value: Any, op: Any) -> Any:
     """Return ``value``, as a GatheredView if it is a DTensor in the memory of ``origin``."""
     if not isinstance(value, DTensor):
         return value
-    local, memory = _torch.local_of(value), origin.whole
+    local, memory = _dtensor.local_of(value), origin.whole
     if not _is_around(memory, value):
         return value
     if local.dtype != memory.dtype:
@@ -86,13 +87,13 @@ def _view_of(origin: _Origin, value: Any, op: Any) -> Any:
             f"{op}: got a view as {local.dtype} of a sharded tensor of {memory.dtype}; "
             "write to it inside of unshard_params(), or read it from full_tensor()"
         )
-    view = _torch.dtensor_as(value, GatheredView)
+    view = _dtensor.dtensor_as(value, GatheredView)
     view.origin = origin
     return view
 
 
 def _is_around(memory: Tensor, view: DTensor) -> bool:
-    return _torch.shares_storage(_torch.local_of(view), memory)
+    return _memory.shares_storage(_dtensor.local_of(view), memory)
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[GatheredView]:
@@ -127,14 +128,14 @@ def _write(
 
 def _write_back(op: Any, view: GatheredView) -> None:
     parts, memory = view.origin
-    local = _torch.local_of(view)
+    local = _dtensor.local_of(view)
     is_written = torch.empty_strided(
         memory.shape, memory.stride(), dtype=torch.bool, device=memory.device
     ).zero_()
     start = local.storage_offset() - memory.storage_offset()
     is_written.as_strided(local.shape, local.stride(), start).fill_(True)
     own, is_own = own_part_of(op, memory, parts), own_part_of(op, is_written, parts)
-    target = _torch.local_of(parts)
+    target = _dtensor.local_of(parts)
     target.copy_(torch.where(is_own, own, target))
 
 
@@ -154,11 +155,11 @@ _OVERWRITES = {
 def _viewed(dims_of: Callable[..., tuple[int, ...]]) -> Any:
     def view(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if is_partial(target) or _is_computed(target):
-            return _torch.default_dtensor_op(op, args, kwargs)
+            return _dtensor.default_dtensor_op(op, args, kwargs)
         looked_along = {dim % target.dim() for dim in dims_of(*args, **kwargs)}
-        if looked_along.isdisjoint(map(_torch.sharded_dim, target.placements)):
-            views = _torch.default_dtensor_op(op, args, kwargs)
-            if all(_is_around(_torch.local_of(target), one) for one in tree_leaves(views)):
+        if looked_along.isdisjoint(map(_dtensor.sharded_dim, target.placements)):
+            views = _dtensor.default_dtensor_op(op, args, kwargs)
+            if all(_is_around(_dtensor.local_of(target), one) for one in tree_leaves(views)):
                 return views
             # PyTorch gathers tensors with fewer rows than there are ranks, whatever the dim is.
         origin = _Origin(target, _whole_of(target))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import UnsupportedError
 from fullshard.tensors.parts import coordinate_in, own_part
 
@@ -42,7 +42,7 @@ def own_part_of(op: Any, whole: Tensor, target: DTensor) -> Tensor:
     """
     mesh, placements = target.device_mesh, target.placements
     part = own_part(whole, placements, mesh.shape, coordinate_in(mesh))
-    held = _torch.local_of(target).shape
+    held = _dtensor.local_of(target).shape
     if part.shape != held:
         raise UnsupportedError(
             f"{op}: this rank holds {tuple(held)} of a DTensor of shape {tuple(target.shape)}, "
@@ -54,17 +54,17 @@ def own_part_of(op: Any, whole: Tensor, target: DTensor) -> Tensor:
 
 def keep_own_part(op: Any, whole: Tensor, target: DTensor) -> DTensor:
     """Write this rank's part of ``whole`` into ``target``, and return ``target``."""
-    _torch.local_of(target).copy_(own_part_of(op, whole, target))
+    _dtensor.local_of(target).copy_(own_part_of(op, whole, target))
     return target
 
 
 def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a replicated DTensor around ``whole``, which is the same on all ranks."""
-    spec = _torch.dtensor_spec(
+    spec = _dtensor.dtensor_spec(
         mesh,
         (Replicate(),) * mesh.ndim,
         shape=whole.shape,
         stride=whole.stride(),
         dtype=whole.dtype,
     )
-    return _torch.dtensor_from_spec(whole, spec, requires_grad=False, cls=DTensor)
+    return _dtensor.dtensor_from_spec(whole, spec, requires_grad=False, cls=DTensor)

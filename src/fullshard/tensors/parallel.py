@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors.parallel_mesh import SpmdMesh, joined_in_order, joint_mesh
 
@@ -39,7 +39,7 @@ class ParallelSpec:
     stride: tuple[int, ...]
     local_shape: torch.Size
     dp_dims: tuple[int, ...] = ()
-    _specs: dict[torch.dtype, _torch.DTensorSpec] = field(
+    _specs: dict[torch.dtype, _dtensor.DTensorSpec] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -65,7 +65,7 @@ class ParallelSpec:
         Both share storage, which may be empty and filled later. No communication, no autograd.
         """
         spec = self.spec_for(self.placements, local.dtype)
-        return _torch.dtensor_around(local, spec, requires_grad=False, cls=DTensor)
+        return _dtensor.dtensor_around(local, spec, requires_grad=False, cls=DTensor)
 
     def parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """Return ``wrap(local)`` as an autograd leaf, whose gradients are DTensors.
@@ -75,11 +75,13 @@ class ParallelSpec:
         """
         return nn.Parameter(self.wrap(local), requires_grad=requires_grad)
 
-    def spec_for(self, placements: tuple[Placement, ...], dtype: torch.dtype) -> _torch.DTensorSpec:
+    def spec_for(
+        self, placements: tuple[Placement, ...], dtype: torch.dtype
+    ) -> _dtensor.DTensorSpec:
         """Return the spec of a tensor of this global shape with ``placements`` on ``mesh``."""
         spec = self._specs.get(dtype) if placements is self.placements else None
         if spec is None:
-            spec = _torch.dtensor_spec(
+            spec = _dtensor.dtensor_spec(
                 self.mesh, placements, shape=self.shape, stride=self.stride, dtype=dtype
             )
             if placements is self.placements:
@@ -116,7 +118,7 @@ def parallel_spec_of(
         placements=tuple(param.placements),
         shape=param.shape,
         stride=param.stride(),
-        local_shape=_torch.local_of(param).shape,
+        local_shape=_dtensor.local_of(param).shape,
         dp_dims=spmd.dp_dims if spmd else (),
     )
 
@@ -154,9 +156,9 @@ class ShardPlace(NamedTuple):
         for some sizes, and for other sizes the offsets that torch computes, which distributed
         checkpoints store, are wrong (torch 2.13). The answer is the same on all ranks.
         """
-        strided = {p.dim for p in self.placements if isinstance(p, _torch.StridedShard)}
+        strided = {p.dim for p in self.placements if isinstance(p, _dtensor.StridedShard)}
         for dim in strided:
-            cuts = [i for i, p in enumerate(self.placements) if _torch.sharded_dim(p) == dim]
+            cuts = [i for i, p in enumerate(self.placements) if _dtensor.sharded_dim(p) == dim]
             if shape[dim] % math.prod(self.mesh.size(i) for i in cuts):
                 return False
         return True
@@ -221,6 +223,6 @@ def _cut(dim: int, mesh: DeviceMesh, placements: Sequence[Placement], first: int
     factor = math.prod(
         mesh.size(i)
         for i, placement in enumerate(placements)
-        if i >= first and _torch.sharded_dim(placement) == dim
+        if i >= first and _dtensor.sharded_dim(placement) == dim
     )
-    return _torch.StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
+    return _dtensor.StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.comm import all_reduce
 from fullshard.errors import AssertedProtocolError
 from fullshard.tensors.parallel import ParallelSpec
@@ -55,8 +55,8 @@ def local_gradients(
     for i, (grad, spec) in enumerate(zip(grads, specs, strict=True)):
         if grad is None or spec is None:
             continue
-        shown = _checked(_torch.waited(grad), spec)
-        results[i] = local = _torch.waited(_torch.local_of(shown))
+        shown = _checked(_dtensor.waited(grad), spec)
+        results[i] = local = _dtensor.waited(_dtensor.local_of(shown))
         target = _target(shown.placements, spec)
         if shown.placements != target:
             misplaced.append(_Misplaced(i, spec, local, shown.placements, target))
@@ -82,9 +82,9 @@ class _Misplaced(NamedTuple):
         """
         return (
             dim < len(self.placements)
-            and _torch.is_sum(self.placements[dim])
+            and _dtensor.is_sum(self.placements[dim])
             and not isinstance(self.target[dim], Partial)
-            and all(not p.is_partial() or _torch.is_sum(p) for p in self.placements)
+            and all(not p.is_partial() or _dtensor.is_sum(p) for p in self.placements)
         )
 
     def summed(self, dim: int, local: Tensor) -> _Misplaced:
@@ -114,7 +114,7 @@ def _target(placements: tuple[Placement, ...], spec: ParallelSpec) -> tuple[Plac
         return spec.placements
     target = list(spec.placements)
     for dim in spec.dp_dims:
-        if _torch.is_sum(placements[dim]):
+        if _dtensor.is_sum(placements[dim]):
             target[dim] = placements[dim]
     return tuple(target)
 
@@ -148,7 +148,7 @@ def _sum_batch(batch: Sequence[_Misplaced], dim: int, group: dist.ProcessGroup) 
     means = [
         total
         for total, gradient in zip(totals, batch, strict=True)
-        if _torch.is_mean(gradient.placements[dim])
+        if _dtensor.is_mean(gradient.placements[dim])
     ]
     if means:
         torch._foreach_div_(means, group.size())
@@ -165,8 +165,8 @@ def _moved(gradient: _Misplaced) -> _Misplaced:
     if gradient.placements == gradient.target:
         return gradient
     spec = gradient.spec.spec_for(gradient.placements, gradient.local.dtype)
-    shown = _torch.dtensor_from_spec(gradient.local, spec, requires_grad=False, cls=DTensor)
+    shown = _dtensor.dtensor_from_spec(gradient.local, spec, requires_grad=False, cls=DTensor)
     moved = shown.redistribute(placements=gradient.target)
     return gradient._replace(
-        local=_torch.waited(_torch.local_of(moved)), placements=gradient.target
+        local=_dtensor.waited(_dtensor.local_of(moved)), placements=gradient.target
     )

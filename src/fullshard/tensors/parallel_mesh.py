@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import _torch
+from fullshard._torch import mesh as _mesh
 from fullshard.errors import AssertedConfigError, ConfigError, UnsupportedError
 
 _MAX_PARALLEL_DIMS = 2
@@ -85,7 +85,7 @@ def joined_in_order(meshes: tuple[DeviceMesh, ...]) -> DeviceMesh:
     if joint is None:
         _check_joinable(meshes)
         try:
-            joint = _torch.joined_mesh(meshes)
+            joint = _mesh.joined_mesh(meshes)
         except RuntimeError as error:
             raise _Apart(
                 f"{_listed(meshes)} overlap: some ranks would be met twice; each must have dims "
@@ -99,7 +99,7 @@ def joined_in_order(meshes: tuple[DeviceMesh, ...]) -> DeviceMesh:
 
 def _check_joinable(meshes: Sequence[DeviceMesh]) -> None:
     """Refuse meshes without a common root, or without a distinct name for every dim."""
-    if len({_torch.root_ranks(mesh) for mesh in meshes}) > 1:
+    if len({_mesh.root_ranks(mesh) for mesh in meshes}) > 1:
         raise _Apart(
             f"{_listed(meshes)} are not slices of one mesh, so that nothing is known about the "
             'ranks of both; make one with init_device_mesh(..., mesh_dim_names=("dp", "tp")) and '
@@ -121,7 +121,7 @@ def _check_joinable(meshes: Sequence[DeviceMesh]) -> None:
 
 def _is_ascending(mesh: DeviceMesh) -> bool:
     """Return whether the dims of ``mesh`` have the same order as in the root of ``mesh``."""
-    places = {rank: i for i, rank in enumerate(_torch.root_ranks(mesh))}
+    places = {rank: i for i, rank in enumerate(_mesh.root_ranks(mesh))}
     where = [places[rank] for rank in mesh.mesh.flatten().tolist()]
     return where == sorted(where)
 
@@ -252,7 +252,7 @@ def _flattened(full: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
         return None
     try:
         part = full[names]
-        return part if len(names) == 1 else _torch.flattened_mesh(part, "_".join(names))
+        return part if len(names) == 1 else _mesh.flattened_mesh(part, "_".join(names))
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"dims {names} of {full} cannot be made one dim {'_'.join(names)!r}: they must be in "

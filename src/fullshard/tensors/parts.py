@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.comm import all_reduce
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.layout.region import Interval, Intervals, Region, cut, whole
@@ -182,12 +182,12 @@ def _chunks(intervals: Intervals, num_pieces: int, num_chunks: int, index: int) 
     return tuple(filled) or chunks[0][:1]
 
 
-_CUTS = (Shard, _torch.StridedShard)
+_CUTS = (Shard, _dtensor.StridedShard)
 
 
 def _split_factor(placement: Placement) -> int:
     """Return how many pieces exist before this cut; StridedShard is a Shard in some versions."""
-    return int(placement.split_factor) if isinstance(placement, _torch.StridedShard) else 1
+    return int(placement.split_factor) if isinstance(placement, _dtensor.StridedShard) else 1
 
 
 def _order_of_cuts(
@@ -265,7 +265,7 @@ def _is_cut(placement: Placement) -> bool:
     """Return whether ranks hold different elements along a mesh dim with ``placement``."""
     if isinstance(placement, Replicate):
         return False
-    if isinstance(placement, (Shard, _torch.StridedShard, RaggedShard)):
+    if isinstance(placement, (Shard, _dtensor.StridedShard, RaggedShard)):
         return True
     raise UnsupportedError(
         f"a tensor is placed as {placement}: its elements are not known before it is reduced; "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.tensors.own_parts import is_partial
 
 aten = torch.ops.aten
@@ -23,9 +23,9 @@ aten = torch.ops.aten
 def _on_locals(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Apply ``op`` to a DTensor, and to operands that are placed alike or numbers."""
     if is_partial(target) or not all(_fits(arg, target) for arg in args):
-        return _torch.default_dtensor_op(op, args, kwargs)
+        return _dtensor.default_dtensor_op(op, args, kwargs)
     result = op(*map(_local, args), **kwargs)
-    return target if result is _torch.local_of(target) else _torch.dtensor_like(target, result)
+    return target if result is _dtensor.local_of(target) else _dtensor.dtensor_like(target, result)
 
 
 def _on_lists(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -36,7 +36,7 @@ def _on_lists(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str,
         or not all(_fits_each(arg, targets) for arg in args)
         or any(isinstance(value, DTensor) for value in kwargs.values())
     ):
-        return _torch.default_dtensor_op(op, args, kwargs)
+        return _dtensor.default_dtensor_op(op, args, kwargs)
     result = op(*([*map(_local, arg)] if _is_list(arg) else arg for arg in args), **kwargs)
     if not _is_list(result):
         return result  # an operation in place
@@ -44,7 +44,7 @@ def _on_lists(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _placed_like(target: Tensor, local: Tensor) -> Tensor:
-    return _torch.dtensor_like(target, local) if isinstance(target, DTensor) else local
+    return _dtensor.dtensor_like(target, local) if isinstance(target, DTensor) else local
 
 
 def _fits_each(arg: Any, targets: Iterable[Tensor]) -> bool:
@@ -54,14 +54,14 @@ def _fits_each(arg: Any, targets: Iterable[Tensor]) -> bool:
 def _fits(operand: Any, target: Tensor) -> bool:
     """Return whether ``operand`` is placed like ``target``, or one number for all ranks."""
     if isinstance(operand, DTensor):
-        return isinstance(target, DTensor) and _torch.are_placed_alike(operand, target)
+        return isinstance(target, DTensor) and _dtensor.are_placed_alike(operand, target)
     if isinstance(operand, Tensor):
         return not operand.dim() or not isinstance(target, DTensor)
     return True
 
 
 def _local(operand: Any) -> Any:
-    return _torch.local_of(operand) if isinstance(operand, DTensor) else operand
+    return _dtensor.local_of(operand) if isinstance(operand, DTensor) else operand
 
 
 def _is_list(arg: Any) -> TypeGuard[Sequence[Any]]:

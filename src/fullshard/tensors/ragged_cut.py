@@ -18,7 +18,7 @@ from operator import add
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError
 from fullshard.layout.region import Box, Interval, boxes
 from fullshard.tensors.parts import chunk_of, coordinate_in
@@ -138,7 +138,7 @@ def _cut(
 
 
 def _is_box(placement: Placement) -> bool:
-    return isinstance(placement, Shard) and not isinstance(placement, _torch.StridedShard)
+    return isinstance(placement, Shard) and not isinstance(placement, _dtensor.StridedShard)
 
 
 def _ragged_dim(placements: Sequence[Placement]) -> int:

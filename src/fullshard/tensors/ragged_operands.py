@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import RaggedOperationError
 from fullshard.tensors.ragged_cut import is_ragged
 
@@ -33,9 +33,9 @@ def operand(op: Any, arg: Any, like: Tensor) -> Any:
         return arg
     if isinstance(arg, DTensor):
         if isinstance(like, DTensor) and _lies_like(arg, like):
-            return _torch.local_of(arg)
+            return _dtensor.local_of(arg)
         if arg.dim() == 0 and all(placement.is_replicate() for placement in arg.placements):
-            return _torch.local_of(arg)
+            return _dtensor.local_of(arg)
     elif arg.dim() == 0 or not isinstance(like, DTensor):
         return arg
     raise RaggedOperationError(

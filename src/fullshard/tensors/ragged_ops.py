@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.tensors.own_parts import gathered
 from fullshard.tensors.ragged_cut import cut_of, is_ragged
 from fullshard.tensors.ragged_operands import Handler, first_ragged, operand, refusal
@@ -82,7 +82,7 @@ def _pointwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for arg, local in zip((*args, *kwargs.values()), (*locals_in, *named.values()), strict=True):
         if local is result:
             return arg  # ``op`` wrote to ``arg`` in place
-    return _torch.dtensor_like(like, result)
+    return _dtensor.dtensor_like(like, result)
 
 
 def _on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,7 +98,7 @@ def _on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if result is None:
         return None
     return [
-        _torch.dtensor_like(one, local) if isinstance(one, DTensor) else local
+        _dtensor.dtensor_like(one, local) if isinstance(one, DTensor) else local
         for one, local in zip(shown, result, strict=True)
     ]
 
@@ -106,7 +106,7 @@ def _on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _operands(op: Any, arg: Any, shown: Sequence[Tensor]) -> Any:
     if _is_tensors(arg):
         return [operand(op, one, like) for one, like in zip(arg, shown, strict=True)]
-    return _torch.local_of(arg) if isinstance(arg, DTensor) and arg.dim() == 0 else arg
+    return _dtensor.local_of(arg) if isinstance(arg, DTensor) and arg.dim() == 0 else arg
 
 
 def _is_tensors(arg: Any) -> bool:
@@ -130,9 +130,9 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         part, cut = operand(op, source, target), cut_of(target)
         if tuple(part.shape) == cut.tp_shape:  # from code that ignores the placement: peft
             part = cut.own_part(part)
-        _torch.local_of(target).copy_(part, *args[2:], **kwargs)
+        _dtensor.local_of(target).copy_(part, *args[2:], **kwargs)
     else:
-        _torch.local_of(target).copy_(_own_part(source, target), *args[2:], **kwargs)
+        _dtensor.local_of(target).copy_(_own_part(source, target), *args[2:], **kwargs)
     return target
 
 
@@ -145,7 +145,7 @@ def _own_part(whole: Tensor, like: DTensor) -> Tensor:
 def _made_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``zeros_like`` and similar operations: the cut stays, dtype and device may change."""
     kwargs.pop("memory_format", None)
-    return _torch.dtensor_like(args[0], op(_torch.local_of(args[0]), *args[1:], **kwargs))
+    return _dtensor.dtensor_like(args[0], op(_dtensor.local_of(args[0]), *args[1:], **kwargs))
 
 
 def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,8 +153,8 @@ def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like, shape, *rest = args
     if rest or tuple(shape) != tuple(like.shape):
         raise refusal(op, args, kwargs)
-    local = _torch.local_of(like)
-    return _torch.dtensor_like(like, op(local, local.shape, **kwargs))
+    local = _dtensor.local_of(like)
+    return _dtensor.dtensor_like(like, op(local, local.shape, **kwargs))
 
 
 def _masked_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,12 +163,12 @@ def _masked_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mask: Any = indices[0] if len(indices) == 1 else None
     if not is_ragged(mask) or mask.dtype is not torch.bool or value.dim() or any(accumulate):
         raise refusal(op, args, kwargs)
-    _torch.local_of(target).masked_fill_(operand(op, mask, target), value)
+    _dtensor.local_of(target).masked_fill_(operand(op, mask, target), value)
     return target
 
 
 def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    op(_torch.local_of(args[0]), *args[1:], **kwargs)
+    op(_dtensor.local_of(args[0]), *args[1:], **kwargs)
     return args[0]
 
 
@@ -176,13 +176,13 @@ def _same_shape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``view`` and similar operations, only to the shape that the tensor already has."""
     if tuple(args[1]) != tuple(args[0].shape):
         raise refusal(op, args, kwargs)
-    return _torch.dtensor_like(args[0], _torch.local_of(args[0]).detach())
+    return _dtensor.dtensor_like(args[0], _dtensor.local_of(args[0]).detach())
 
 
 def _random_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the full tensor and keep the interval, for the values of the unsharded model."""
     target = args[0]
-    local = _torch.local_of(target)
+    local = _dtensor.local_of(target)
     whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
     op(whole, *map(gathered, args[1:]), **kwargs)
     if not local.is_meta:
@@ -192,10 +192,10 @@ def _random_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _random_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = args[0]
-    device = kwargs.get("device") or _torch.local_of(like).device
+    device = kwargs.get("device") or _dtensor.local_of(like).device
     template = torch.empty(like.shape, dtype=like.dtype, device="meta")
     whole = op(template, *args[1:], **{**kwargs, "device": device})
-    return _torch.dtensor_like(like, _own_part(whole, like).clone())
+    return _dtensor.dtensor_like(like, _own_part(whole, like).clone())
 
 
 _HANDLERS: dict[Any, Handler] = {

@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from fullshard import _torch
+from fullshard._torch import autograd as _autograd
+from fullshard._torch import dtensor as _dtensor
+from fullshard._torch import memory as _memory
 from fullshard.comm import collectives_of, gather_uneven
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.layout.region import Box, Interval
@@ -26,7 +28,7 @@ from fullshard.tensors.ragged_ops import run_on_intervals
 from fullshard.tensors.ragged_shard import RaggedShard
 
 
-class RaggedTensor(_torch.OwnDispatch):
+class RaggedTensor(_dtensor.OwnDispatch):
     """A tensor cut into intervals of elements, in row-major order; each rank holds one interval.
 
     ``shape``, ``stride()`` and ``dtype`` describe the full tensor; ``to_local()`` returns this
@@ -57,8 +59,8 @@ class RaggedTensor(_torch.OwnDispatch):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return this rank's interval, 1-D; differentiable."""
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return _torch.local_of(self)
-        return cast("Tensor", _torch.apply(_ToLocal, self))
+            return _dtensor.local_of(self)
+        return cast("Tensor", _autograd.apply(_ToLocal, self))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return the full tensor; a collective of all ranks of the mesh, differentiable.
@@ -101,12 +103,12 @@ class RaggedTensor(_torch.OwnDispatch):
     def _tp_part(self) -> Tensor:
         """Return this rank's tensor-parallel part, gathered over the ragged mesh dim."""
         if torch.is_grad_enabled() and self.requires_grad:
-            return cast("Tensor", _torch.apply(_ToTpPart, self))
+            return cast("Tensor", _autograd.apply(_ToTpPart, self))
         return self._gather()
 
     def _gather(self) -> Tensor:
         cut = cut_of(self)
-        local = _torch.local_of(self).detach()
+        local = _dtensor.local_of(self).detach()
         if local.is_meta:
             return torch.empty(cut.tp_shape, dtype=self.dtype, device="meta")
         lengths = [cut.ragged.interval(rank).length for rank in range(cut.ragged.num_ranks)]
@@ -136,7 +138,7 @@ class RaggedTensor(_torch.OwnDispatch):
         placements = ", ".join(map(repr, self.placements))
         return (
             f"RaggedTensor(elements {cut.interval.start} to {cut.interval.stop} of "
-            f"{part}{tuple(self.shape)}: {_torch.local_of(self)}, {placements})"
+            f"{part}{tuple(self.shape)}: {_dtensor.local_of(self)}, {placements})"
         )
 
     # Copies and pickles: torch's methods would lose the class, or include unneeded memory.
@@ -146,18 +148,18 @@ class RaggedTensor(_torch.OwnDispatch):
             return cast("RaggedTensor", memo[id(self)])
         if not self.is_leaf:
             raise UnsupportedError("deepcopy of a RaggedTensor that is no leaf: detach() it first")
-        new = _torch.dtensor_like(self, _torch.local_of(self).detach().clone())
+        new = _dtensor.dtensor_like(self, _dtensor.local_of(self).detach().clone())
         new.requires_grad_(self.requires_grad)
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(vars(self), memo))
         if isinstance(self, nn.Parameter):
-            _torch.make_param(new)
+            _memory.make_param(new)
         elif self.grad is not None:
-            _torch.set_grad(new, copy.deepcopy(self.grad, memo))
+            _autograd.set_grad(new, copy.deepcopy(self.grad, memo))
         return cast("RaggedTensor", new)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        local = _torch.local_of(self).detach()
+        local = _dtensor.local_of(self).detach()
         if local.untyped_storage().nbytes() != local.nbytes:
             local = local.clone()
         is_param = isinstance(self, nn.Parameter)
@@ -169,9 +171,9 @@ class RaggedTensor(_torch.OwnDispatch):
         inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> RaggedTensor:
         plain = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        local = _torch.local_of(plain)
-        return _torch.dtensor_from_spec(
-            local, plain._spec, requires_grad=plain.requires_grad, cls=RaggedTensor
+        local, spec = _dtensor.local_of(plain), _dtensor.spec_of(plain)
+        return _dtensor.dtensor_from_spec(
+            local, spec, requires_grad=plain.requires_grad, cls=RaggedTensor
         )
 
     # Methods that torch.distributed.checkpoint calls.
@@ -181,7 +183,7 @@ class RaggedTensor(_torch.OwnDispatch):
         # be cut at other places, so only the first copy offers items.
         if not cut_of(self).is_first_copy:
             return []
-        properties = TensorProperties.create_from_tensor(_torch.local_of(self))
+        properties = TensorProperties.create_from_tensor(_dtensor.local_of(self))
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -201,7 +203,7 @@ class RaggedTensor(_torch.OwnDispatch):
         start = 0
         for box in self._boxes():
             if index.offset is None or tuple(index.offset) == box.offsets:
-                local = _torch.local_of(self).detach()
+                local = _dtensor.local_of(self).detach()
                 return local.narrow(0, start, box.numel).view(box.sizes)
             start += box.numel
         raise ConfigError(f"checkpoint: {index} is not part of {self.interval} of {index.fqn}")
@@ -224,10 +226,10 @@ def _rebuild(
 ) -> RaggedTensor:
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
-    spec = _torch.dtensor_spec(mesh, placements, shape=size, stride=stride, dtype=local.dtype)
-    new = _torch.dtensor_from_spec(local, spec, requires_grad=requires_grad, cls=RaggedTensor)
+    spec = _dtensor.dtensor_spec(mesh, placements, shape=size, stride=stride, dtype=local.dtype)
+    new = _dtensor.dtensor_from_spec(local, spec, requires_grad=requires_grad, cls=RaggedTensor)
     if is_param:
-        _torch.make_param(new)
+        _memory.make_param(new)
     return new
 
 
@@ -240,11 +242,11 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shown: RaggedTensor) -> Tensor:
         ctx.like = shown.detach()
-        return _torch.local_of(shown).view_as(_torch.local_of(shown))
+        return _dtensor.local_of(shown).view_as(_dtensor.local_of(shown))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _torch.dtensor_like(ctx.like, grad.contiguous())
+        return _dtensor.dtensor_like(ctx.like, grad.contiguous())
 
 
 class _ToTpPart(torch.autograd.Function):
@@ -257,4 +259,4 @@ class _ToTpPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _torch.dtensor_like(ctx.like, cut_of(ctx.like).own_part(grad).clone())
+        return _dtensor.dtensor_like(ctx.like, cut_of(ctx.like).own_part(grad).clone())

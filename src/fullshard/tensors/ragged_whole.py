@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import RaggedOperationError
 from fullshard.tensors.form import local_part
 from fullshard.tensors.parts import Spread, spread_of
@@ -44,7 +44,7 @@ def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _wide_sum(shown: Any, kwargs: dict[str, Any]) -> tuple[Tensor, torch.dtype]:
     """Return the sum of all elements, in fp32 or wider as in torch, and the requested dtype."""
-    local = _torch.local_of(shown)
+    local = _dtensor.local_of(shown)
     dtype = kwargs.get("dtype")
     if dtype is None:
         is_exact = not (local.dtype.is_floating_point or local.dtype.is_complex)
@@ -56,7 +56,7 @@ def _wide_sum(shown: Any, kwargs: dict[str, Any]) -> tuple[Tensor, torch.dtype]:
 
 def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the ``max`` or ``min`` of all elements; NaN if any element is NaN, as in torch."""
-    local = _torch.local_of(args[0])
+    local = _dtensor.local_of(args[0])
     if not args[0].numel() or not local.dtype.is_floating_point:
         raise refusal(op, args, kwargs)
     sign = 1 if op is aten.max.default else -1
@@ -65,12 +65,12 @@ def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    found = _torch.local_of(args[0]).any().to(torch.int32)
+    found = _dtensor.local_of(args[0]).any().to(torch.int32)
     return _spread(args[0]).largest(found).bool()
 
 
 def _all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    missed = _torch.local_of(args[0]).all().logical_not().to(torch.int32)
+    missed = _dtensor.local_of(args[0]).all().logical_not().to(torch.int32)
     return _spread(args[0]).largest(missed).logical_not()
 
 
@@ -80,7 +80,7 @@ def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     like = first_ragged(args)
     here = torch.equal(operand(op, one, like), operand(op, other, like))
-    differs = torch.tensor(int(not here), device=_torch.local_of(like).device)
+    differs = torch.tensor(int(not here), device=_dtensor.local_of(like).device)
     return not _spread(like).largest(differs).item()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
 from fullshard.tensors.own_parts import (
     gathered,
     is_partial,
@@ -55,8 +55,8 @@ _FROM_VALUES = (aten.bernoulli.default, aten.multinomial.default)
 
 def _fill(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     if is_partial(target):
-        return _torch.default_dtensor_op(op, args, kwargs)
-    device = _torch.local_of(target).device
+        return _dtensor.default_dtensor_op(op, args, kwargs)
+    device = _dtensor.local_of(target).device
     # The order in which numbers are drawn depends on strides.
     whole = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=device)
     op(whole, *map(gathered, args[1:]), **kwargs)
@@ -65,18 +65,18 @@ def _fill(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _draw_like(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     if is_partial(target):
-        return _torch.default_dtensor_op(op, args, kwargs)
+        return _dtensor.default_dtensor_op(op, args, kwargs)
     like = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="meta")
-    device = kwargs.get("device") or _torch.local_of(target).device
+    device = kwargs.get("device") or _dtensor.local_of(target).device
     whole = op(like, *args[1:], **{**kwargs, "device": device})
-    return _torch.dtensor_like(target, own_part_of(op, whole, target).clone())
+    return _dtensor.dtensor_like(target, own_part_of(op, whole, target).clone())
 
 
 def _draw_from(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     whole = op(gathered(target), *args[1:], **kwargs)
     if whole.shape != target.shape or is_partial(target):
         return replicated(whole, target.device_mesh)
-    return _torch.dtensor_like(target, own_part_of(op, whole, target).clone())
+    return _dtensor.dtensor_like(target, own_part_of(op, whole, target).clone())
 
 
 def _ask(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -85,10 +85,10 @@ def _ask(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     A number that is read remains this rank's, as in PyTorch: code that logs a number on a single
     rank must not wait for other ranks.
     """
-    local = _torch.local_of(target)
+    local = _dtensor.local_of(target)
     if local.dtype is torch.bool:
         # As integers, because not every backend can add bools.
-        local = gathered(_torch.dtensor_like(target, local.int())) != 0
+        local = gathered(_dtensor.dtensor_like(target, local.int())) != 0
     return op(local)
 
 

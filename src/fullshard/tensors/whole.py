@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fullshard import _torch
+from fullshard._torch import dtensor as _dtensor
+from fullshard._torch import mesh as _mesh
 from fullshard.errors import ConfigError
 from fullshard.tensors.parts import coordinate_in, own_part
 from fullshard.tensors.ragged_cut import cut_of, is_ragged
@@ -29,7 +30,7 @@ def part_like(whole: Tensor, like: DTensor) -> Tensor:
     else:
         mesh = like.device_mesh
         part = own_part(whole, like.placements, mesh.shape, coordinate_in(mesh))
-    local = _torch.local_of(like)
+    local = _dtensor.local_of(like)
     if part.shape != local.shape:
         raise ConfigError(
             f"this rank holds {tuple(local.shape)} of a tensor of {tuple(like.shape)}, where "
@@ -48,7 +49,7 @@ def taken_by(like: Tensor, value: Tensor) -> Tensor:
     """
     if isinstance(value, DTensor):
         if isinstance(like, DTensor) and _lies_alike(value, like):
-            return _torch.local_of(value)
+            return _dtensor.local_of(value)
         value = value.full_tensor()
     return part_like(value, like) if isinstance(like, DTensor) else value
 
@@ -70,7 +71,7 @@ def on_larger_mesh(value: DTensor, mesh: DeviceMesh) -> DTensor:
     placements = placements_on(value, mesh)
     if placements is None or value.device_mesh == mesh:
         return value
-    return _placed(_torch.local_of(value), value, mesh, placements, type(value))
+    return _placed(_dtensor.local_of(value), value, mesh, placements, type(value))
 
 
 def placements_on(value: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...] | None:
@@ -85,7 +86,7 @@ def placements_on(value: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...] | N
         own.size(dim) != mesh.size(names.index(name)) for dim, name in enumerate(mine)
     ):
         return None
-    if _torch.root_ranks(own) != _torch.root_ranks(mesh):
+    if _mesh.root_ranks(own) != _mesh.root_ranks(mesh):
         return None
     return tuple(mine.get(name, Replicate()) for name in names)
 
@@ -121,7 +122,7 @@ def plainly_sharded(value: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
 def _plain(placement: Placement, ndim: int) -> Placement:
     if isinstance(placement, RaggedShard):
         return Shard(0) if ndim else Replicate()
-    if isinstance(placement, _torch.StridedShard):
+    if isinstance(placement, _dtensor.StridedShard):
         return Shard(placement.dim)
     return placement
 
@@ -134,8 +135,8 @@ def _placed(
     cls: type[DTensor],
 ) -> DTensor:
     stride = torch.empty(like.shape, device="meta").stride()
-    spec = _torch.dtensor_spec(
+    spec = _dtensor.dtensor_spec(
         mesh, tuple(placements), shape=like.shape, stride=stride, dtype=local.dtype
     )
     kind = RaggedTensor if issubclass(cls, RaggedTensor) else DTensor
-    return _torch.dtensor_from_spec(local.detach(), spec, requires_grad=False, cls=kind)
+    return _dtensor.dtensor_from_spec(local.detach(), spec, requires_grad=False, cls=kind)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fullshard.errors
-from fullshard import _torch
+from fullshard._torch import world as _world
 from fullshard.comm.dry import world_lock
 from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.heartbeat import patience_s, start_heartbeat
@@ -303,7 +303,7 @@ def begin_watching() -> bool:
     group = dist.group.WORLD
     if group is None or group.size() == 1 or (_inherited is not None and group is _inherited()):
         return False
-    if not _torch.reaches_processes(_torch.default_store()):
+    if not _world.reaches_processes(_world.default_store()):
         return False
     if _newest is not None:
         _newest.report_exit(_DESTROYED)

@@ -18,13 +18,14 @@ from fullshard import (
     FSDPModule,
     ReduceScatter,
     ShardingStrategy,
-    _torch,
     fully_shard,
     iter_full_params,
     share_comm_ctx,
     unshard_params,
 )
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard._torch import collectives as _collectives
+from fullshard._torch import dtensor as _dtensor
 from fullshard.checkpoint import full_state_dict, load_full_state_dict
 from fullshard.device import HostReader, host_tensor
 from tests.lanes.checker import current_checker
@@ -41,7 +42,7 @@ def read_by_the_host() -> float:
         checker = current_checker()
         optimizer = optimizer_of(model)
         own = [
-            _torch.local_of(param).detach() if units_of(model) else param.detach()
+            _dtensor.local_of(param).detach() if units_of(model) else param.detach()
             for param in model.parameters()
         ]
         copies = [host_tensor(one.numel(), one.dtype, pinned=False) for one in own]
@@ -169,14 +170,14 @@ class OwnComm:
 
 class OwnGather(OwnComm, AllGather):
     def __call__(self, output: Any, source: Any, group: Any, async_op: bool = False) -> Any:
-        return self.run(lambda: _torch.all_gather(group, [output], [source]).wait())
+        return self.run(lambda: _collectives.all_gather(group, [output], [source]).wait())
 
 
 class OwnReduce(OwnComm, ReduceScatter):
     def __call__(
         self, output: Any, source: Any, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        return self.run(lambda: _torch.reduce_scatter(group, output, source, op).wait())
+        return self.run(lambda: _collectives.reduce_scatter(group, output, source, op).wait())
 
 
 @program()

@@ -1,0 +1,154 @@
+"""Memory of tensors: storages and their owners, parts of them, and tensors without memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fullshard._torch.names import Private
+
+private = Private(__name__, "training")
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+no_dispatch = private.get("torch.utils._mode_utils.no_dispatch", "`fullshard.plan`")
+"""A context in which operations reach neither modes nor subclasses."""
+_FAKES = "models under a `FakeTensorMode`"
+_FakeTensor = private.get("torch._subclasses.fake_tensor.FakeTensor", _FAKES, instead=())
+_WRAPPERS = "optimizer state of tensor subclasses"
+is_wrapper_subclass = private.get(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", _WRAPPERS
+)
+"""Return whether a tensor has ``__tensor_flatten__``, which tells what tensors it holds."""
+
+
+def _ever_new(_: object) -> int:
+    """Return a number that is never equal to one before, as if something held the tensor."""
+    return time.perf_counter_ns()
+
+
+_REUSED = "gradients whose memory the next step reuses"
+Count = Callable[[Any], int]
+_num_uses: Count = private.get("torch.Tensor._use_count", _REUSED, instead=_ever_new)
+_num_owners: Count = private.get("torch._C._storage_Use_Count", _REUSED, instead=_ever_new)
+
+
+def num_holders(tensors: list[Tensor]) -> int:
+    """Return a count that is higher while other Python or C++ code holds any of ``tensors``."""
+    return sum(map(sys.getrefcount, tensors)) + sum(map(_num_uses, tensors))
+
+
+def num_owners(storages: Iterable[torch.UntypedStorage]) -> int:
+    """Return how many tensors and other owners share ``storages``."""
+    return sum(map(_num_owners, map(_cdata, storages)))
+
+
+_cdata = attrgetter("_cdata")
+
+
+def shares_storage(one: Tensor, other: Tensor) -> bool:
+    """Return whether ``one`` and ``other`` are views of one storage."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def own_storage(view: Tensor) -> Tensor:
+    """Return the memory of ``view`` as a tensor whose storage is just that part.
+
+    Pickling a tensor saves its whole storage.
+    """
+    return own_part(view, 0, view.shape, view.stride())
+
+
+def own_part(
+    flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None
+) -> Tensor:
+    """Return the elements of ``flat`` from index ``start``, with a storage of just that part.
+
+    ``stride`` is None for a contiguous tensor. The memory is shared with ``flat``, except on meta,
+    where no mode sees the part, since it counts as memory of ``flat`` there, too.
+    """
+    if flat.is_meta:
+        with no_dispatch():
+            part = flat.new_empty(shape)
+        storage: Any = part.untyped_storage()
+        storage.kept_alive, storage.start = flat, flat.storage_offset() + start
+        return part
+    length = prod(shape)
+    if stride is not None and length:
+        length = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    begin = (flat.storage_offset() + start) * flat.itemsize
+    storage = flat.untyped_storage()[begin : begin + length * flat.itemsize]
+    part = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    # Empty strides make the result contiguous, which torch's annotations do not say.
+    return part.set_(storage, 0, shape, () if stride is None else stride)
+
+
+def keep_alive(tensor: Tensor, other: Tensor) -> None:
+    """Keep ``other`` alive as long as the storage of ``tensor``, which does not count ``other``.
+
+    The Python object of a storage lives as long as the storage, and copies omit its attributes.
+    """
+    tensor.untyped_storage().kept_alive = other  # type: ignore[attr-defined]
+
+
+def is_at(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether both tensors begin at the same place in memory, on the meta device as well."""
+    if not tensor.is_meta:
+        return tensor.data_ptr() == other.data_ptr()
+    storages = tensor.untyped_storage()._cdata, other.untyped_storage()._cdata
+    return len(set(storages)) == 1 and tensor.storage_offset() == other.storage_offset()
+
+
+def announce_on_meta(flat: Tensor, parts: dict[int, tuple[int, int]]) -> None:
+    """Remember number and length of each part of ``flat``, by its first element."""
+    storage: Any = flat.untyped_storage()
+    storage.announced = weakref.ref(flat), parts
+
+
+def part_on_meta(tensor: Tensor) -> tuple[Tensor | None, int, tuple[int, int]]:
+    """Return what was announced of the ``own_part`` ``tensor``: the flat tensor, start and part."""
+    whole = whole_on_meta(tensor)
+    storage: Any = None if whole is None else whole.untyped_storage()
+    announced = getattr(storage, "announced", None)
+    start: int = getattr(tensor.untyped_storage(), "start", 0)
+    if announced is None:
+        return None, start, (0, 0)
+    reference, parts = announced
+    return reference(), start, parts.get(start, (0, 0))
+
+
+def whole_on_meta(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that ``tensor`` is an ``own_part`` of on the meta device, or None."""
+    whole: Tensor | None = getattr(tensor.untyped_storage(), "kept_alive", None)
+    return whole if tensor.is_meta else None
+
+
+def wrapper_of(cls: type[AnyTensor], like: Tensor, device: torch.device | None = None) -> AnyTensor:
+    """Return a tensor without memory, of a class that dispatches, with the metadata of ``like``."""
+    shape, strides, device = like.shape, like.stride(), device or like.device
+    made = Tensor._make_wrapper_subclass(
+        cls, shape, strides=strides, dtype=like.dtype, device=device
+    )
+    return made
+
+
+def make_param(tensor: Tensor) -> None:
+    """Make ``isinstance`` accept ``tensor``, a tensor subclass, as an ``nn.Parameter``."""
+    tensor._is_param = True
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a ``FakeTensor``, made under a ``FakeTensorMode``."""
+    return isinstance(tensor, _FakeTensor)
+
+
+private.attributes("torch.UntypedStorage", "_cdata")
+private.attributes("torch.Tensor", "_make_wrapper_subclass", "parameters without memory")
