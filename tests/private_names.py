@@ -1,19 +1,27 @@
-"""The table of PyTorch's private names in ``docs/compat.md``, made from the code.
+"""The tables of PyTorch's private names in ``docs/compat.md``, made from the code.
 
-python -m tests.private_names    # writes it anew
+python -m tests.private_names    # writes them anew, and prints names that this PyTorch lacks
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from fullshard import _torch
+from fullshard._torch.names import PrivateName
 from fullshard.compat import flat_states, states
 from fullshard.compat.names import OURS, SHOWN
 from fullshard.compat.views import View
+from tests.hidden_names import PROGRAMS, RESILIENT
 
 PAGE = Path(__file__).parents[1] / "docs" / "compat.md"
 BEGIN, END = "<!-- private names -->\n", "<!-- end of private names -->\n"
+USED, END_USED = "<!-- used names -->\n", "<!-- end of used names -->\n"
 FSDP = "torch.distributed.fsdp."
 VIEWS: tuple[type[View], ...] = (
     states.State,
@@ -88,13 +96,56 @@ def table() -> str:
     return "\n".join([*lines, *(line for row in rows() for line in lines_of(row))]) + "\n"
 
 
-def parts() -> tuple[str, str, str]:
-    """The page before the table, the table, and the page after it."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    inside, after = rest.split(END)
+def hidden_reports(*names: str) -> dict[str, Any]:
+    """What works without each name, or each of some; see ``tests/hidden_names.py``."""
+    command = [sys.executable, "-m", "tests.hidden_names", *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def uses() -> list[tuple[str, PrivateName]]:
+    """Every name that fullshard uses, by the module of ``fullshard._torch`` that does."""
+    return [
+        (module.__name__.rpartition(".")[2], use)
+        for module in _torch.MODULES
+        for use in module.private.uses
+    ]
+
+
+def used_table(reports: Mapping[str, Any]) -> str:
+    """The lines of the page between ``USED`` and ``END_USED``, from what was seen without names."""
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for module, use in uses():
+        raising = reports[use.name]["raises"]
+        works = [one for one in (*PROGRAMS, RESILIENT) if one not in raising]
+        if works == [RESILIENT]:  # begins, but nothing trains
+            works = []
+        error = "`TorchVersionError`" if use.is_needed else "none"
+        key = (module, use.feature, ", ".join(works), error)
+        groups.setdefault(key, []).append(use.name.removeprefix("torch."))
+    lines = ["| module | names | needed for | still works | error |", "|---|---|---|---|---|"]
+    for (module, feature, *rest), names in groups.items():
+        quoted = ", ".join(f"`{name}`" for name in sorted(names))
+        lines.append(f"| `{module}` | {quoted} | {feature} | {' | '.join(rest)} |")
+    return "\n".join(lines) + "\n"
+
+
+def parts(begin: str = BEGIN, end: str = END) -> tuple[str, str, str]:
+    """The page before the table between ``begin`` and ``end``, the table, and the rest."""
+    before, rest = PAGE.read_text().split(begin)
+    inside, after = rest.split(end)
     return before, inside, after
 
 
+def write(text: str, begin: str, end: str) -> None:
+    """Put ``text`` between ``begin`` and ``end``."""
+    first, _, last = parts(begin, end)
+    PAGE.write_text(f"{first}{begin}{text}{end}{last}")
+
+
 if __name__ == "__main__":
-    first, _, last = parts()
-    PAGE.write_text(f"{first}{BEGIN}{table()}{END}{last}")
+    write(table(), BEGIN, END)
+    write(used_table(hidden_reports()), USED, END_USED)
+    for lacking in _torch.missing():
+        print(f"this PyTorch has no {lacking.name}, needed for {lacking.feature}")

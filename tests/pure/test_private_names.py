@@ -1,18 +1,32 @@
-"""The table of private names says what the code does, and every name of it is one of PyTorch's."""
+"""The tables of private names say what the code does, and all names in them are PyTorch's."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from fullshard import _torch
+from fullshard._torch.names import VERSION
 from fullshard.compat.flat_states import WRAPPER_ATTRIBUTES
 from fullshard.compat.views import View, torch_object
 from fullshard.errors import UnsupportedError
-from tests.private_names import VIEWS, parts, table
+from tests.private_names import (
+    END_USED,
+    USED,
+    VIEWS,
+    hidden_reports,
+    parts,
+    table,
+    used_table,
+    uses,
+)
 
 
 def test_the_table_is_that_of_the_code() -> None:
@@ -57,3 +71,64 @@ def test_attributes_of_wrappers_are_pytorchs() -> None:
     source = "".join(path.read_text() for path in Path(folder).parent.glob("_*.py"))
     source += inspect.getsource(FullyShardedDataParallel)
     assert [name for name in WRAPPER_ATTRIBUTES if name not in source] == []
+
+
+def test_this_pytorch_has_all_names() -> None:
+    """The self-test; what it prints is what to look at on a new PyTorch."""
+    assert _torch.missing() == []
+
+
+def private_attributes(source: str) -> Iterator[str]:
+    """Private attributes that a module reads."""
+    for one in ast.walk(ast.parse(source)):
+        is_read = isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load)
+        if is_read and one.attr.startswith("_") and not one.attr.startswith("__"):
+            yield one.attr
+
+
+def test_every_private_name_is_declared() -> None:
+    """Else nothing says so when it is missing; that none is imported is a rule of imports."""
+    declared = {use.name.rpartition(".")[2] for _, use in uses()}
+    sources = [path.read_text() for path in Path(_torch.__file__).parent.glob("*.py")]
+    read = {name for source in sources for name in private_attributes(source)}
+    assert read - declared <= {"_C", "_current_frames", "_module", "_feature"} | OF_OTHER_VERSIONS
+
+
+OF_OTHER_VERSIONS = {"_has_grad_dtype_override", "_set_pg_timeout"}
+
+
+def check(reports: dict[str, Any]) -> None:
+    for _, use in uses():
+        if use.name in reports:
+            found = reports[use.name]
+            assert isinstance(found, dict), f"{use.name}: {found}"  # else a traceback
+            assert use.name in found["missing"]
+            assert all(name.startswith(use.name) for name in found["missing"])
+            assert bool(found["refused"]) == use.is_needed, use
+            assert use.is_needed or not found["raises"], use
+
+
+SOME_USED = (
+    "torch._C._dynamo.eval_frame._FrameAction",
+    "torch.distributed.ProcessGroup._allgather_base",
+    "torch.distributed.device_mesh.DeviceMesh._flatten_rank_map",
+    "torch.distributed.distributed_c10d._world",
+    "torch.distributed.tensor.placement_types._StridedShard",
+)
+
+
+def test_import_works_without_some_names_and_errors_name_them() -> None:
+    reports = hidden_reports(*SOME_USED)
+    check(reports)
+    trains = [name for name in SOME_USED if "`fully_shard`" not in reports[name]["raises"]]
+    assert trains == [SOME_USED[0], *SOME_USED[2:]]
+
+
+@pytest.mark.more
+def test_import_works_without_each_name_and_errors_name_it() -> None:
+    """The table; a minute. If it is another: ``python -m tests.private_names``."""
+    reports = hidden_reports()
+    assert set(reports) == {use.name for _, use in uses()}
+    check(reports)
+    if VERSION == (2, 13):
+        assert parts(USED, END_USED)[1] == used_table(reports)
