@@ -214,10 +214,18 @@ def run_backward(loss: Tensor) -> None:
 
 def versions(tensors: Iterable[Tensor]) -> int:
     """Return a count that grows whenever one of ``tensors`` is visibly written."""
-    return sum(map(_version, tensors))
+    with torch._C.DisableTorchFunctionSubclass():
+        return sum(map(_version, tensors))
+
+
+def requires_grad(tensors: Iterable[Tensor]) -> list[bool]:
+    """Return ``requires_grad`` of each tensor; asking subclasses would take twice as long."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_requires_grad, tensors))
 
 
 _version = attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
 
 
 private.attributes("torch.Tensor", "_post_accumulate_grad_hooks _version")

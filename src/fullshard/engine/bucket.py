@@ -39,7 +39,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -58,8 +57,6 @@ from fullshard.engine.spec import BucketSpec, num_flags
 from fullshard.engine.unshard import Unsharded
 from fullshard.errors import ConfigError, ProtocolError
 from fullshard.tensors import gathered_by_itself
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class BucketFront(ReduceFront, Protocol):
@@ -262,8 +259,8 @@ class Bucket:
         if self.unsharded is None:
             return
         self.keep_requires_grad()
-        flags = list(map(_REQUIRES_GRAD, self.sharded_params))
-        if flags != list(map(_REQUIRES_GRAD, self.unsharded.params)):
+        flags = _autograd.requires_grad(self.sharded_params)
+        if flags != _autograd.requires_grad(self.unsharded.params):
             for unsharded, flag in zip(self.unsharded.params, flags, strict=True):
                 if unsharded.requires_grad != flag:
                     unsharded.requires_grad_(flag)
@@ -274,7 +271,7 @@ class Bucket:
         last = self._requires_grad
         if last is None or self.unsharded is None:
             return
-        flags = list(map(_REQUIRES_GRAD, self.unsharded.params))
+        flags = _autograd.requires_grad(self.unsharded.params)
         if flags == last:
             return
         for sharded, flag, old in zip(self.sharded_params, flags, last, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,9 +55,6 @@ class Waiting:
             self.pending = [None if grad is None else grad.to(device) for grad in self.pending]
         if self.partial is not None:
             self.partial = self.partial._replace(row=self.partial.row.to(device, reduced))
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass
@@ -171,12 +167,12 @@ class Gradients:
 
     def _trainable(self) -> frozenset[int]:
         """Return the indices of the parameters that are not frozen; the same on all ranks."""
-        flags = map(_REQUIRES_GRAD, self._bucket.sharded_params)
+        flags = _autograd.requires_grad(self._bucket.sharded_params)
         return frozenset(compress(range(len(self.params)), flags))
 
     def _indices(self) -> tuple[int, ...]:
         """Return the indices of the parameters to reduce, ascending; the same on all ranks."""
-        flags = map(_REQUIRES_GRAD, self._bucket.sharded_params)
+        flags = _autograd.requires_grad(self._bucket.sharded_params)
         indices = tuple(compress(range(len(self.params)), flags))
         if self._waiting.prior:
             indices = tuple(sorted(self._waiting.prior.union(indices)))

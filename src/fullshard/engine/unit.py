@@ -221,7 +221,7 @@ class Unit:
         The unit keeps the nodes alive: parameters hold nodes weakly, and backward must find these.
         """
         params = self.unsharded_params()
-        trainable = [param.requires_grad for param in params]
+        trainable = _autograd.requires_grad(params)
         if self._grad_nodes is None or self._grad_nodes[0] != trainable:
             nodes = list(map(_autograd.gradient_node, compress(params, trainable)))
             self._grad_nodes = (trainable, nodes)
