@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -87,6 +88,59 @@ def test_resume_takes_the_options_of_the_run(started: list[TrainConfig], elsewhe
     assert (first.stop_after, first.resume) == (4, False)
     assert (second.stop_after, second.resume, second.lr) == (None, True, 0.5)
     assert (second.data, second.seq, second.steps) == (first.data, 16, 9)
+
+
+def test_a_run_that_goes_on_by_another_schedule_says_so(
+    started: list[TrainConfig], elsewhere: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", text_file(elsewhere), "--seq", "16", "--steps", "9"]
+    assert main(["train", *options]) == 0
+    told = "schedule: 9 steps; learning rate rises to 0.004 over 1 step, then falls to 0.0002"
+    assert told in capfd.readouterr().out
+    a_checkpoint(RunDir(Path("runs/default")), started[0], key_of_text(started), 4)
+    assert main(["train", "--resume"]) == 0
+    assert capfd.readouterr().err == ""
+    changes = ["--steps", "12", "--lr-schedule", "wsd", "--betas", "0.9,0.99", "--warmup", "3"]
+    assert main(["train", "--resume", *changes]) == 0
+    assert capfd.readouterr().err == (
+        "fullshard: note: --steps was 9 and is 12 now, --lr-schedule was cosine and is wsd now, "
+        "--warmup was 40 and is 3 now, --betas was 0.9,0.95 and is 0.9,0.99 now: the steps that "
+        "are left follow the new schedule, those before followed the old one\n"
+    )
+    assert (started[-1].steps, started[-1].adam_betas) == (12, (0.9, 0.99))
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluations"), [("--eval-every 2", "4 evaluations"), ("--eval-every 8", "1 eval")]
+)
+def test_patience_that_cannot_end_the_run_is_told(
+    started: list[TrainConfig],
+    elsewhere: Path,
+    capfd: pytest.CaptureFixture[str],
+    options: str,
+    evaluations: str,
+) -> None:
+    given = ["train", "--data", text_file(elsewhere), "--seq", "16", "--steps", "9"]
+    assert main([*given, *options.split(), "--patience", "1"]) == 0
+    is_told = "--patience 1 cannot end this run" in capfd.readouterr().err
+    assert is_told == (evaluations == "1 eval")
+    assert main([*given, *options.split(), "--patience", "4"]) == 0
+    assert f"--patience 4 cannot end this run, which has {evaluations}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [('sample = "off"', None), ("sample = 7", 7), ('sample = "8"', 8), ("", 120)],
+)
+def test_a_sample_is_off_or_a_number_also_in_a_file(
+    started: list[TrainConfig], elsewhere: Path, line: str, expected: int | None
+) -> None:
+    (elsewhere / "run.toml").write_text(line)
+    options = ["--data", text_file(elsewhere), "--config", "run.toml"]
+    assert main(["train", *options]) == main(["train", *options, "--sample", "off"]) == 0
+    assert [config.sample for config in started] == [expected, None]
+    saved = TrainConfig.load(Path("runs/default/config.json"))
+    assert saved == started[1]
 
 
 def test_a_new_start_sets_the_earlier_run_aside(
@@ -278,6 +332,14 @@ def test_a_refusal_of_the_workers_is_one_line(
     refusal = failed(elsewhere, 0, 2, time_ns=7, is_refusal=True, text="the loss is nan")
     assert explained(monkeypatch, elsewhere, [refusal]) == 2
     assert capfd.readouterr().err == "fullshard: error: the loss is nan\n"
+
+
+def test_every_option_is_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    table = page.partition("## Options")[2].partition("## What it writes")[0]
+    listed = set(re.findall(r"`--([a-z-]+)`", table))
+    options = {name.replace("_", "-") for name in _kinds()} - {"reshard"} | {"no-reshard"}
+    assert listed - {"help", "config FILE.toml"} == options
 
 
 def test_typer_still_reports_usage_errors_the_way_we_read_them() -> None:

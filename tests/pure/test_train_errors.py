@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +52,7 @@ FILES = {
     "zero.toml": "steps = 0",
     "table.toml": "[train]\nsteps = 3",
     "broken.toml": "steps = ",
+    "sample.toml": "sample = true",
 }
 OPTIONS = [
     ("--unknown", "No such option: --unknown"),
@@ -65,6 +66,19 @@ OPTIONS = [
     ("--optimizer muon --muon-lr 0", "--muon-lr is 0.0, it must be greater than 0"),
     ("--optimizer muon --init a_file --lora 4", "AdamW trains adapters"),
     ("--dtype fp8", "'fp8' is not one of"),
+    ("--keep 0", "--keep is 0, it must be at least 1"),
+    ("--keep -2", "--keep is -2, it must be at least 1"),
+    ("--patience 0", "--patience is 0, it must be at least 1"),
+    ("--sample 0", "--sample is 0, it must be at least 1"),
+    ("--sample -5", "--sample is -5, it must be at least 1"),
+    ("--sample some", "--sample is some, expected off or a number of tokens"),
+    ("--lr-schedule steep", "'steep' is not one of"),
+    ("--warmup -1", "--warmup is -1, it must be at least 0"),
+    ("--betas 0.9", "--betas is 0.9, expected two numbers with a comma, such as 0.9,0.95"),
+    ("--betas 0.9,0.95,0.99", "expected two numbers with a comma"),
+    ("--betas 0.9,high", "expected two numbers with a comma"),
+    ("--betas 0.9,1", "--betas is 0.9,1, each must be at least 0 and less than 1"),
+    ("--betas nan,0.9", "--betas is nan,0.9, each must be at least 0 and less than 1"),
     ("--name a/b", "--name a/b: must be a plain name"),
     ("--name ..", "--name ..: must be a plain name"),
     ("--seed -1", "--seed is -1, it must be at least 0"),
@@ -83,6 +97,7 @@ DATA = [
     ("--min-workers 9", "--min-workers is 9, and there are only 2 workers"),
     ("--nproc 4 --batch 100", "and one step of 4 workers needs 400: give more --data"),
     ("--data few.txt --batch 1 --nproc 1", "too little text to hold any out"),
+    ("--data few.txt --batch 1 --nproc 1 --patience 1", "too little text to hold any out"),
 ]
 MODELS = [
     ("--model 3m", "--model is 3m, expected 2m, 10m, 125m, 1b or hf:CONFIG.json"),
@@ -106,6 +121,7 @@ CONFIGS = [
     ("--config float.toml", "float.toml: batch is 1.5, expected a whole number"),
     ("--config number.toml", "number.toml: data is 3, expected a string"),
     ("--config choice.toml", "choice.toml: dtype is 'fp8', expected one of fp32, bf16"),
+    ("--config sample.toml", "sample is True, expected a whole number or a string"),
     ("--config zero.toml", "--steps is 0, it must be at least 1"),
 ]
 RESUMING = [
@@ -119,6 +135,11 @@ RESUMING = [
     ("--data other.txt", "was trained on other text"),
     ("--steps 4", "is at step 4 already: a greater --steps than 4 goes on"),
     ("--stop-after 3", "is at step 4 already: a greater --stop-after than 3 goes on"),
+    (
+        "--patience 2",
+        "step-000004 ended the run by --patience 2: held-out loss was lowest at step 2 (1.5000 "
+        "bits per byte), not in the last 2 evaluations: a greater --patience goes on",
+    ),
 ]
 
 
@@ -192,6 +213,8 @@ def test_a_run_that_cannot_go_on_is_refused(
     model = {"dim": 192, "num_layers": 4, "num_heads": 4, "ffn_dim": 512, "vocab_size": 2048}
     path = RunDir(folder / "runs" / "default").checkpoints / "step-000004"
     origin = describe(config, model, step=4, text_key=key, num_workers=2)
+    held_out = {"step": 2, "bits_per_byte": 1.5, "num_worse": 2}
+    origin = replace(origin, held_out=held_out)
     checkpoint.save(path, nn.Linear(1, 1), extra=asdict(origin), step=4)
     (folder / "runs" / "bare").mkdir()
     for name in ("default", "bare"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,25 @@ from torch import nn
 from fullshard import checkpoint
 from fullshard.errors import ConfigError
 from fullshard.train.architecture import choose_architecture, count_parameters
-from fullshard.train.config import SIZES, Dtype, ModelConfig, OptimizerName, TrainConfig, default_lr
+from fullshard.train.config import (
+    SIZES,
+    Dtype,
+    LrSchedule,
+    ModelConfig,
+    OptimizerName,
+    TrainConfig,
+    default_lr,
+)
 from fullshard.train.evaluation import label_losses
 from fullshard.train.metrics import MetricsFile, StepRecord, drop_after, read_metrics
 from fullshard.train.model import GPT
-from fullshard.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from fullshard.train.optimizer import (
+    build_optimizer,
+    described,
+    learning_rate,
+    set_learning_rate,
+    set_options,
+)
 from fullshard.train.rundir import RunDir
 
 TINY = ModelConfig(dim=16, num_layers=2, num_heads=2, ffn_dim=32, vocab_size=50, lr=1e-3)
@@ -111,6 +126,74 @@ def test_the_learning_rate_warms_up_and_falls_to_its_floor() -> None:
     assert rates[319] == pytest.approx(4e-3 * 0.525)  # half-way down
 
 
+HALF_A_PEAK = {
+    LrSchedule.COSINE: 0.525,  # 0.05 + 0.95 / 2
+    LrSchedule.LINEAR: 0.525,
+    LrSchedule.CONSTANT: 1.0,
+    LrSchedule.WSD: 1.0,
+}
+
+
+@pytest.mark.parametrize("schedule", list(LrSchedule))
+def test_a_schedule_warms_up_alike_and_then_goes_its_way(schedule: LrSchedule) -> None:
+    config = TrainConfig(steps=600, lr=4e-3, lr_schedule=schedule)
+    rates = [learning_rate(step, config) for step in range(1, 601)]
+    assert rates[:40] == [learning_rate(step, TrainConfig()) for step in range(1, 41)]
+    assert max(rates) == rates[39] == 4e-3
+    assert rates[39:] == sorted(rates[39:], reverse=True)
+    assert rates[319] == pytest.approx(4e-3 * HALF_A_PEAK[schedule])
+    assert rates[-1] == pytest.approx(4e-3 if schedule is LrSchedule.CONSTANT else 2e-4)
+
+
+def test_a_straight_line_is_straight_and_wsd_falls_in_its_last_fifth() -> None:
+    linear = TrainConfig(steps=600, lr=1.0, lr_schedule=LrSchedule.LINEAR)
+    drops = [learning_rate(n, linear) - learning_rate(n + 1, linear) for n in range(40, 600)]
+    assert drops == pytest.approx([0.95 / 560] * 560)
+    wsd = TrainConfig(steps=600, lr=1.0, lr_schedule=LrSchedule.WSD)
+    rates = [learning_rate(step, wsd) for step in range(1, 601)]
+    assert set(rates[39:480]) == {1.0}
+    assert rates[539] == pytest.approx(1 - 0.95 / 2)  # half-way from 480 to 600
+    assert rates[480] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "rises to 0.004 over 40 steps, then falls to 0.0002 along a cosine"),
+        (
+            {"lr_schedule": LrSchedule.LINEAR, "steps": 9},
+            "rises to 0.004 over 1 step, then falls to 0.0002 in a line",
+        ),
+        ({"lr_schedule": LrSchedule.CONSTANT, "warmup": 0}, "begins at 0.004, then stays"),
+        (
+            {"lr_schedule": LrSchedule.WSD, "lr": 1.0, "warmup": 10},
+            "rises to 1 over 10 steps, stays to step 480, then falls to 0.05 in a line",
+        ),
+    ],
+)
+def test_a_schedule_is_told_in_words(options: dict[str, Any], words: str) -> None:
+    assert described(TrainConfig(**options)) == words
+
+
+@pytest.mark.parametrize("schedule", list(LrSchedule))
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+def test_every_schedule_of_few_steps_has_learning_rates(schedule: LrSchedule, steps: int) -> None:
+    for warmup in (0, 1, 40):
+        config = TrainConfig(steps=steps, lr_schedule=schedule, warmup=warmup)
+        rates = [learning_rate(step, config) for step in range(1, steps + 1)]
+        assert max(rates) <= 4e-3 and min(rates) >= 2e-4
+
+
+def test_betas_are_those_of_the_option_also_for_a_state_with_others() -> None:
+    model = tiny_gpt()
+    for name in OptimizerName:
+        optimizer = build_optimizer(model, TrainConfig(optimizer=name))
+        adamw = [group for group in optimizer.param_groups if "betas" in group]
+        assert adamw and {group["betas"] for group in adamw} == {(0.9, 0.95)}
+        set_options(optimizer, TrainConfig(optimizer=name, betas="0.8,0.99"))
+        assert {group["betas"] for group in adamw} == {(0.8, 0.99)}
+
+
 def test_stopping_early_leaves_the_learning_rate_alone() -> None:
     whole = TrainConfig(steps=600)
     stopped = dataclasses.replace(whole, stop_after=50)
@@ -127,6 +210,7 @@ def test_a_run_of_few_steps_still_has_a_learning_rate(steps: int) -> None:
 
 def test_a_configuration_survives_json() -> None:
     config = TrainConfig(data="/x", stop_after=3, dtype=Dtype.BF16, model="10m", lr=1e-3)
+    config = dataclasses.replace(config, keep=2, betas="0.9,0.99", lr_schedule=LrSchedule.WSD)
     assert TrainConfig.from_json(config.to_json()) == config
 
 

@@ -47,6 +47,9 @@ def train_command(
     seq: flags.Seq = _DEFAULT.seq,
     accumulate: flags.Accumulate = _DEFAULT.accumulate,
     lr: flags.Lr = None,
+    lr_schedule: flags.LrSchedule = _DEFAULT.lr_schedule,
+    warmup: flags.Warmup = _DEFAULT.warmup,
+    betas: flags.Betas = _DEFAULT.betas,
     optimizer: flags.Optimizer = _DEFAULT.optimizer,
     muon_lr: flags.MuonLr = _DEFAULT.muon_lr,
     max_skipped: flags.MaxSkipped = _DEFAULT.max_skipped,
@@ -58,8 +61,11 @@ def train_command(
     checkpoint_activations: flags.CheckpointActivations = _DEFAULT.checkpoint_activations,
     seed: flags.Seed = _DEFAULT.seed,
     save_every: flags.SaveEvery = _DEFAULT.save_every,
+    keep: flags.Keep = _DEFAULT.keep,
     memory_every: flags.MemoryEvery = _DEFAULT.memory_every,
     eval_every: flags.EvalEvery = _DEFAULT.eval_every,
+    patience: flags.Patience = _DEFAULT.patience,
+    sample: flags.Sample = str(_DEFAULT.sample),
     hardware: flags.Hardware = _DEFAULT.hardware,
     trace: flags.Trace = _DEFAULT.trace,
 ) -> int:
@@ -113,6 +119,8 @@ def resolve(context: typer.Context) -> TrainConfig:
                 "them and starts them again, see its --max-restarts: leave --min-workers out"
             )
         asked["nproc"] = _nproc_of_launcher(given)
+    if "sample" in asked:
+        asked["sample"] = _sample_of(asked["sample"])
     for key in ("data", "init", "export"):
         if key in asked:
             asked[key] = str(Path(asked[key]).absolute())
@@ -124,7 +132,18 @@ def resolve(context: typer.Context) -> TrainConfig:
 def _kinds() -> dict[str, Any]:
     """Return names and types of options for a file: all of the command but ``--config``."""
     hints = typing.get_type_hints(train_command)
-    return {key: hints[key] for key in hints if key not in ("context", "config_file", "return")}
+    kinds = {key: hints[key] for key in hints if key not in ("context", "config_file", "return")}
+    return kinds | {"sample": int | str}
+
+
+def _sample_of(value: str | int) -> int | None:
+    """Return the number of tokens of ``--sample``; None if it is off."""
+    if value == "off":
+        return None
+    try:
+        return int(value)
+    except ValueError as error:
+        raise ConfigError(f"--sample is {value}, expected off or a number of tokens") from error
 
 
 def _folder(given: dict[str, Any], from_file: dict[str, Any]) -> str:

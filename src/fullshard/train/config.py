@@ -36,6 +36,15 @@ class OptimizerName(enum.StrEnum):
     MUON = "muon"
 
 
+class LrSchedule(enum.StrEnum):
+    """What the learning rate does after its warm-up; "wsd": warm up, stay, decay at the end."""
+
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+    WSD = "wsd"
+
+
 class Quantize(enum.StrEnum):
     """How frozen weights are stored."""
 
@@ -93,8 +102,10 @@ class TrainConfig:
         export: a new folder for the trained model, as transformers reads it; of ``lora`` the
             adapters, as peft reads them.
         nproc: local workers to start; under torchrun its ``--nproc-per-node`` is used instead.
-        lr: peak learning rate, reached after ``warmup`` steps; it then decays along a cosine to
-            ``lr_floor`` times its peak.
+        lr: peak learning rate, reached after ``warmup`` steps, or after a tenth of all steps if
+            these are fewer. It then follows ``lr_schedule``.
+        lr_floor: learning rate of the last step as a fraction of ``lr``.
+        betas: of AdamW, two numbers with a comma.
         muon_lr: peak learning rate of Muon, which is scaled as AdamW's are; None: ``lr``.
         layout: layout of the shards; either layout reads checkpoints of the other.
         replicas: copies of the shards, over which gradients are reduced last; must divide the
@@ -103,6 +114,11 @@ class TrainConfig:
             ``gather=int8,reduce=bf16``; None: as they are.
         trace: record what all workers do, see ``fullshard.trace``, and write it to ``trace/`` of
             ``out`` when the run ends.
+        keep: how many checkpoints to keep, the newest, beside the one of the lowest held-out loss;
+            None: all.
+        patience: evaluations in a row without a lower held-out loss, after which the run ends;
+            None: it does not.
+        sample: tokens of the sample at the end of the run; None: no sample.
         eval_sequences: number of held-out sequences, evenly spread, in an evaluation.
 
     Raises:
@@ -125,10 +141,12 @@ class TrainConfig:
     seq: int = 128
     accumulate: int = 1
     lr: float = 4e-3
+    lr_schedule: LrSchedule = LrSchedule.COSINE
     lr_floor: float = 0.05
     warmup: int = 40
     weight_decay: float = 0.1
     clip: float = 1.0
+    betas: str = "0.9,0.95"
     optimizer: OptimizerName = OptimizerName.ADAMW
     muon_lr: float | None = None
     max_skipped: int = 10
@@ -140,9 +158,12 @@ class TrainConfig:
     checkpoint_activations: bool = False
     seed: int = 0
     save_every: int = 100
+    keep: int | None = None
     memory_every: int | None = None
     eval_every: int = 100
+    patience: int | None = None
     eval_sequences: int = 256
+    sample: int | None = 120
     hardware: str | None = None
     trace: bool = False
     resume: bool = False
@@ -151,12 +172,13 @@ class TrainConfig:
         counts = "nproc steps batch seq accumulate replicas save_every eval_every"
         for name in counts.split():
             _at_least(name, getattr(self, name), 1)
-        for name in ("min_workers", "memory_every"):
+        for name in ("min_workers", "memory_every", "keep", "patience", "sample"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if self.memory_every is not None and not Path("/dev/shm").is_dir():
             raise ConfigError("--memory-every needs /dev/shm, a folder in memory, as Linux has it")
         _at_least("max_skipped", self.max_skipped, 0)
+        _at_least("warmup", self.warmup, 0)
         _at_least("seed", self.seed, 0)
         if self.stop_after is not None:
             _at_least("stop_after", self.stop_after, 1)
@@ -182,6 +204,8 @@ class TrainConfig:
             raise ConfigError(f"--export needs --model {HF}CONFIG.json, whose form it has")
         if not self.lr > 0:
             raise ConfigError(f"--lr is {self.lr}, it must be greater than 0")
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ConfigError(f"--betas is {self.betas}, each must be at least 0 and less than 1")
         is_muon = self.optimizer is OptimizerName.MUON
         if is_muon and self.lora is not None:
             raise ConfigError(
@@ -192,6 +216,17 @@ class TrainConfig:
             raise ConfigError("--muon-lr needs --optimizer muon")
         if not self.muon_peak_lr > 0:
             raise ConfigError(f"--muon-lr is {self.muon_lr}, it must be greater than 0")
+
+    @property
+    def adam_betas(self) -> tuple[float, float]:
+        """Betas of AdamW."""
+        try:
+            first, second = map(float, self.betas.split(","))
+        except ValueError as error:
+            raise ConfigError(
+                f"--betas is {self.betas}, expected two numbers with a comma, such as 0.9,0.95"
+            ) from error
+        return first, second
 
     @property
     def muon_peak_lr(self) -> float:
@@ -216,6 +251,7 @@ class TrainConfig:
             quantize = fields.get("quantize")
             fields["quantize"] = None if quantize is None else Quantize(quantize)
             fields["optimizer"] = OptimizerName(fields.get("optimizer", OptimizerName.ADAMW))
+            fields["lr_schedule"] = LrSchedule(fields.get("lr_schedule", LrSchedule.COSINE))
             fields["layout"] = LayoutName(fields.get("layout", LayoutName.PER_PARAMETER))
             return cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:

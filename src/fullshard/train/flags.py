@@ -74,6 +74,12 @@ Accumulate = Annotated[int, typer.Option(help="Microbatches per step.")]
 Lr = Annotated[
     float | None, typer.Option(help="Peak learning rate; default: by the size of the model.")
 ]
+LrSchedule = Annotated[
+    config.LrSchedule,
+    typer.Option(help="The learning rate after its warm-up; wsd: stay, fall in the last fifth."),
+]
+Warmup = Annotated[int, typer.Option(help="Steps of the warm-up, at most a tenth of all.")]
+Betas = Annotated[str, typer.Option(help="Betas of AdamW.", metavar="B1,B2")]
 Optimizer = Annotated[
     config.OptimizerName,
     typer.Option(help="What steps the matrices; AdamW steps everything else."),
@@ -98,11 +104,22 @@ CheckpointActivations = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of weights and data order.")]
 SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
+Keep = Annotated[
+    int | None,
+    typer.Option(help="Keep the newest N checkpoints, and the best; default: all.", metavar="N"),
+]
 MemoryEvery = Annotated[
     int | None,
     typer.Option(help="Steps between checkpoints in memory, with a copy on another machine."),
 ]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.")]
+Patience = Annotated[
+    int | None,
+    typer.Option(help="End after N evaluations without a lower held-out loss.", metavar="N"),
+]
+Sample = Annotated[
+    str, typer.Option(help="Tokens of the sample at the end of the run.", metavar="off|N")
+]
 Hardware = Annotated[
     str | None,
     typer.Option(

@@ -34,7 +34,8 @@ from .gauges import (
     waited_s,
 )
 from .metrics import MetricsFile, StepRecord, drop_after
-from .optimizer import build_optimizer, set_learning_rate
+from .optimizer import build_optimizer, set_learning_rate, set_options
+from .patience import HeldOut
 from .progress import Reporter
 from .quantized import conversions, quantize_linears
 from .rows import Packed
@@ -51,10 +52,15 @@ _DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
 
 
 class Trained(NamedTuple):
-    """The trained model, still sharded, and its last step."""
+    """The trained model, still sharded, and its last step.
+
+    Attributes:
+        why_over: why the run ended before ``config.steps``; None if it did not, or may go on.
+    """
 
     model: nn.Module
     step: int
+    why_over: str | None
 
 
 def train(
@@ -92,8 +98,8 @@ def train(
                 tell(last)
 
         told.callback(tell_last)  # the next life of the job may go on behind it
-        step = first
-        while step < config.last_step and not trainer.stopping.is_agreed:
+        step, why_over = first, None
+        while step < config.last_step and not trainer.stopping.is_agreed and why_over is None:
             step += 1
             started = trainer.start(step)
             if last is not None:
@@ -103,12 +109,13 @@ def train(
             if is_due or trainer.stopping.is_agreed or started.evaluates or started.rows.is_here:
                 tell(started)
                 last = None
-            if is_due or trainer.stopping.is_agreed:
-                ends = step == config.last_step or trainer.stopping.is_agreed
+            why_over = trainer.held_out.why_over(config) if step < config.steps else None
+            ends = step == config.last_step or trainer.stopping.is_agreed or why_over is not None
+            if is_due or ends:
                 trainer.save(step, on_disk=ends)
         trainer.saves.wait()
         trainer.saves.forget(world)
-    return Trained(trainer.model, step)
+    return Trained(trainer.model, step, why_over)
 
 
 def build_sharded_model(config: TrainConfig, architecture: Architecture, world: World) -> nn.Module:
@@ -228,7 +235,9 @@ class Trainer:
         self.microbatches = fullshard.Microbatches(
             self.model, parts=config.accumulate, sums=True, reduces_each=False
         )
-        self.saves = Saves(config)
+        self.saves = Saves(config, marks_best=world.is_first)
+        self.held_out = HeldOut()
+        self.evaluated: tuple[int, float] | None = None
         self.feed = Feed.of(config, text, world.size)
         self.evaluation = Evaluation(self.model, config, text, world)
         self.origin = describe(
@@ -277,6 +286,11 @@ class Trainer:
         )
         self.stopping.is_agreed |= bool(asked.any())
         num_tokens = config.batch * config.seq * config.accumulate * self.world.size
+        bits = None
+        if started.evaluates:
+            bits = self.evaluation.bits_per_byte()
+            self.evaluated = step, bits
+            self.held_out = self.held_out.after(step, bits)
         return StepRecord(
             step=step,
             loss=losses[losses.isfinite()].mean().item(),
@@ -287,7 +301,7 @@ class Trainer:
             peak_memory_nbytes=int(peaks.max()),
             shard_nbytes=int(shards.max()),
             waiting=waits_s.mean().item() / started.seconds,
-            eval_bits_per_byte=self.evaluation.bits_per_byte() if started.evaluates else None,
+            eval_bits_per_byte=bits,
             skipped=started.skipped or None,
             repeated=started.repeated or None,
             gather_error=gathered,
@@ -343,12 +357,19 @@ class Trainer:
 
         If it need not be ``on_disk``, it may be in memory alone.
         """
-        extra = self.extra(step)
-        self.saves.save(self.model, self.optimizer, extra, step=step, on_disk=on_disk)
+        bits = self.evaluated[1] if self.evaluated and self.evaluated[0] == step else None
+        self.saves.save(
+            self.model,
+            self.optimizer,
+            self.extra(step),
+            step=step,
+            on_disk=on_disk,
+            bits_per_byte=bits,
+        )
 
     def extra(self, step: int) -> dict[str, Any]:
         """Return the facts of a checkpoint of ``step``."""
-        return asdict(replace(self.origin, step=step))
+        return asdict(replace(self.origin, step=step, held_out=asdict(self.held_out)))
 
     def resume(self, run: RunDir) -> int:
         """Load the newest state, drop later metrics, and return its step; 0 if there is none."""
@@ -357,10 +378,14 @@ class Trainer:
         if loaded is None and resumes:
             raise ConfigError(f"{run.checkpoints}: no intact checkpoint; leave --resume out")
         if loaded is not None:
-            check_continues(self.config, self.origin, loaded.path, origin_of(loaded))
+            origin = origin_of(loaded)
+            check_continues(self.config, self.origin, loaded.path, origin)
+            self.held_out = HeldOut(**(origin.held_out or {}))
+        set_options(self.optimizer, self.config)
         step = 0 if loaded is None else loaded.step
         if self.world.is_first and (resumes or self.life.number):
             drop_after(run.metrics, step)
+            self.saves.resume_best(step)
         return step
 
 

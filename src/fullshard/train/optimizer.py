@@ -10,14 +10,14 @@ from torch.optim import AdamW, Optimizer
 
 from fullshard.optim import Muon, ShardedOptimizer
 
-from .config import OptimizerName, TrainConfig
+from .config import LrSchedule, OptimizerName, TrainConfig
 
-_BETAS = (0.9, 0.95)
+_DECAY = 0.2  # of all steps, the last ones of ``LrSchedule.WSD``
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """Return the optimizer of the sharded parameters, without decay for norms and other vectors."""
-    adamw: dict[str, Any] = {"lr": config.lr, "betas": _BETAS, "fused": True}
+    adamw: dict[str, Any] = {"lr": config.lr, "betas": config.adam_betas, "fused": True}
     if config.optimizer is OptimizerName.MUON:
         return Muon(
             model,
@@ -38,6 +38,13 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     return ShardedOptimizer(groups, AdamW, **adamw)
 
 
+def set_options(optimizer: Optimizer, config: TrainConfig) -> None:
+    """Give an optimizer the options of this start; a checkpoint has those of an earlier one."""
+    for group in optimizer.param_groups:
+        if "betas" in group:
+            group["betas"] = config.adam_betas
+
+
 def set_learning_rate(optimizer: Optimizer, step: int, config: TrainConfig) -> float:
     """Set the learning rates of ``step`` (from 1), and return that of AdamW."""
     lr = learning_rate(step, config)
@@ -48,13 +55,44 @@ def set_learning_rate(optimizer: Optimizer, step: int, config: TrainConfig) -> f
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Return the learning rate of ``step`` (from 1): linear warm-up, then cosine to ``lr_floor``.
-
-    The warm-up takes at most a tenth of the steps.
-    """
-    warmup = min(config.warmup, max(1, config.steps // 10))
+    """Return the learning rate of ``step`` (from 1): linear warm-up, then ``lr_schedule``."""
+    warmup = _warmup(config)
     if step <= warmup:
         return config.lr * step / warmup
-    done = (step - warmup) / max(1, config.steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return config.lr * (config.lr_floor + (1 - config.lr_floor) * cosine)
+    first = _stable_until(config) if config.lr_schedule is LrSchedule.WSD else warmup
+    done = max(0.0, (step - first) / max(1, config.steps - first))
+    return config.lr * (config.lr_floor + (1 - config.lr_floor) * _left(config.lr_schedule, done))
+
+
+def described(config: TrainConfig) -> str:
+    """Return what the learning rate does over the steps of the run, in words."""
+    peak, end = f"{config.lr:g}", f"{config.lr * config.lr_floor:g}"
+    warmup = _warmup(config)
+    rises = f"rises to {peak} over {warmup} {'step' if warmup == 1 else 'steps'}"
+    rises = rises if warmup else f"begins at {peak}"
+    match config.lr_schedule:
+        case LrSchedule.COSINE:
+            return f"{rises}, then falls to {end} along a cosine"
+        case LrSchedule.LINEAR:
+            return f"{rises}, then falls to {end} in a line"
+        case LrSchedule.CONSTANT:
+            return f"{rises}, then stays"
+        case LrSchedule.WSD:
+            return f"{rises}, stays to step {_stable_until(config)}, then falls to {end} in a line"
+
+
+def _warmup(config: TrainConfig) -> int:
+    """Return the number of steps of the warm-up: at most a tenth of all."""
+    return min(config.warmup, max(1, config.steps // 10))
+
+
+def _stable_until(config: TrainConfig) -> int:
+    """Return the last step of the peak learning rate of ``LrSchedule.WSD``."""
+    return max(_warmup(config), config.steps - round(_DECAY * config.steps))
+
+
+def _left(schedule: LrSchedule, done: float) -> float:
+    """Return which part of the way from the floor to the peak is left, after a part of decay."""
+    if schedule is LrSchedule.CONSTANT:
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * done)) if schedule is LrSchedule.COSINE else 1 - done

@@ -47,16 +47,16 @@ def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(value: Any, kind: Any, where: str) -> Any:
     """Return ``value`` as ``kind``; TOML distinguishes numbers, strings and booleans."""
-    wanted = next(each for each in typing.get_args(kind) or (kind,) if each is not type(None))
-    if issubclass(wanted, enum.Enum):
-        choices = [member.value for member in wanted]
+    kinds = [each for each in typing.get_args(kind) or (kind,) if each is not type(None)]
+    if issubclass(kinds[0], enum.Enum):
+        choices = [member.value for member in kinds[0]]
         if value in choices:
-            return wanted(value)
+            return kinds[0](value)
         expected = f"one of {', '.join(choices)}"
     else:
-        if type(value) is wanted:  # not isinstance: a bool is an int
+        if type(value) in kinds:  # not isinstance: a bool is an int
             return value
-        if wanted is float and type(value) is int:
+        if float in kinds and type(value) is int:
             return float(value)
-        expected = _WORDS[wanted]
+        expected = " or ".join(_WORDS[each] for each in kinds)
     raise ConfigError(f"{where} is {value!r}, expected {expected}")

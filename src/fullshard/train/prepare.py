@@ -11,6 +11,7 @@ from .adapters import check_peft
 from .architecture import choose_architecture, count_parameters, load_text_for
 from .config import TrainConfig
 from .data import TokenizedText
+from .optimizer import described
 from .planned import tell_plan
 from .quantized import check_bitsandbytes
 from .rows import Packed, Rows
@@ -66,9 +67,11 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
                 f"step, now {ours.sequences_per_step}: the losses will not be those of one run",
                 file=sys.stderr,
             )
+    _tell_patience(config)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run.lock)
+        _tell_changed(config, run)
         aside = run.set_aside(resumes=config.resume)
         config.save(run.config)
     except OSError as error:
@@ -81,8 +84,35 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         f"{_count(text.num_documents, 'document')} ({text.nbytes / 1e6:.1f} MB, "
         f"{len(text.train.tokens):,} tokens), {_count(num_workers, 'worker')}, run {run.path}"
     )
+    print(f"schedule: {_count(config.steps, 'step')}; learning rate {described(config)}")
     tell_plan(config, architecture, num_workers=num_workers, path=run.plan, after=after)
     return lock
+
+
+_OF_THE_SCHEDULE = ("steps", "lr", "muon_lr", "lr_schedule", "warmup", "betas")
+
+
+def _tell_changed(config: TrainConfig, run: RunDir) -> None:
+    """Print a note if a resumed run is given another schedule than it had."""
+    if not config.resume or not run.config.exists():
+        return
+    earlier = TrainConfig.load(run.config)
+    changed = [
+        f"--{name.replace('_', '-')} was {_shown(earlier, name)} and is {_shown(config, name)} now"
+        for name in _OF_THE_SCHEDULE
+        if getattr(earlier, name) != getattr(config, name)
+    ]
+    if changed:
+        print(
+            f"fullshard: note: {', '.join(changed)}: the steps that are left follow the new "
+            "schedule, those before followed the old one",
+            file=sys.stderr,
+        )
+
+
+def _shown(config: TrainConfig, name: str) -> str:
+    value = getattr(config, name)
+    return "not given" if value is None else str(value)
 
 
 def _check_extras(config: TrainConfig) -> None:
@@ -116,6 +146,17 @@ def _check_enough(config: TrainConfig, text: TokenizedText, num_workers: int) ->
             "--seq"
         )
     _tell_cut(rows, config.seq)
+
+
+def _tell_patience(config: TrainConfig) -> None:
+    """Print a note if ``patience`` exceeds the evaluations of the run."""
+    before_the_last = (config.steps - 1) // config.eval_every
+    if config.patience is not None and config.patience >= before_the_last:
+        print(
+            f"fullshard: note: --patience {config.patience} cannot end this run, which has "
+            f"{_count(before_the_last, 'evaluation')} before its last step",
+            file=sys.stderr,
+        )
 
 
 def _tell_left_out(text: TokenizedText) -> None:

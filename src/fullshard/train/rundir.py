@@ -4,6 +4,8 @@ runs/default/
   config.json            the configuration of its latest start
   metrics.jsonl          one JSON object per step
   checkpoints/step-000100/, ...
+  best.json              names the checkpoint of the lowest held-out loss
+  best/step-000100/      this checkpoint, with --keep
   loss.png               if matplotlib is installed
   trace/                 what the last start recorded, if asked for: docs/tracing.md
   earlier-1/             files that a start without --resume found here, or an earlier start's trace
@@ -23,6 +25,7 @@ from fullshard.checkpoint import CheckpointInfo, inspect, latest
 from fullshard.errors import CheckpointError, ConfigError
 
 from .config import TrainConfig
+from .patience import HeldOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Origin:
     num_workers: int
     model: dict[str, Any]
     sequences_per_step: int
+    held_out: dict[str, Any] | None = None
+    """Fields of ``HeldOut``; None in checkpoints of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,20 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Path of the folder of checkpoints."""
         return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the path of the checkpoint of ``step``."""
+        return self.checkpoints / f"step-{step:06d}"
+
+    @property
+    def best(self) -> Path:
+        """Path of the folder with the best checkpoint of a run that does not keep all."""
+        return self.path / "best"
+
+    @property
+    def best_mark(self) -> Path:
+        """Path of the file that names the best checkpoint."""
+        return self.path / "best.json"
 
     @property
     def memory(self) -> Path:
@@ -92,7 +111,15 @@ class RunDir:
 
         A start that ``resumes`` the run moves only what was recorded of the start before.
         """
-        ours = (self.config, self.metrics, self.checkpoints, self.picture, self.plan)
+        ours = (
+            self.config,
+            self.metrics,
+            self.checkpoints,
+            self.best,
+            self.best_mark,
+            self.picture,
+            self.plan,
+        )
         found = [path for path in (self.trace, *(() if resumes else ours)) if path.exists()]
         if not found:
             return None
@@ -133,7 +160,7 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: O
     """Check that a run with ``ours`` can continue ``checkpoint``, whose facts are ``info``.
 
     Raises:
-        ConfigError: the checkpoint has another model or other text, or has reached the last step.
+        ConfigError: the checkpoint has another model or other text, or the run has ended there.
     """
     if info.model != ours.model:
         raise ConfigError(
@@ -151,6 +178,9 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: O
             f"{checkpoint} is at step {info.step} already: a greater {limit} than "
             f"{config.last_step} goes on"
         )
+    over = HeldOut(**(info.held_out or {})).why_over(config)
+    if over is not None:
+        raise ConfigError(f"{checkpoint} ended the run by {over}: a greater --patience goes on")
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:

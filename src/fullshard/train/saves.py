@@ -14,6 +14,7 @@ from fullshard import Life
 from fullshard.checkpoint import Checkpointer, CheckpointInfo
 from fullshard.errors import ConfigError
 
+from .best import BestMark
 from .config import TrainConfig
 from .rundir import RunDir
 from .world import World
@@ -23,13 +24,20 @@ _COPIES = 2  # machines that have each file in memory, if there are so many
 
 
 class Saves:
-    """Saves beside the training, and loads what was saved last."""
+    """Saves beside the training, and loads what was saved last.
 
-    def __init__(self, config: TrainConfig) -> None:
+    Args:
+        config: the configuration of the run.
+        marks_best: whether this worker marks the best checkpoint, as the first one does.
+    """
+
+    def __init__(self, config: TrainConfig, *, marks_best: bool = False) -> None:
         run = RunDir(Path(config.out))
+        self._best = BestMark(run, is_apart=config.keep is not None) if marks_best else None
         disk = Checkpointer(
             run.checkpoints,
             every=config.save_every,
+            keep=config.keep,
             mode="async",
             budget_nbytes=_COPIES_NBYTES,
         )
@@ -62,6 +70,7 @@ class Saves:
         *,
         step: int,
         on_disk: bool,
+        bits_per_byte: float | None = None,
     ) -> None:
         """Begin to write a checkpoint, and wait for the one before.
 
@@ -69,14 +78,25 @@ class Saves:
             model, optimizer: what to save.
             extra, step: of the checkpoint.
             on_disk: not to memory alone.
+            bits_per_byte: held-out loss of this step; None: not evaluated.
         """
+        self.wait()  # the best checkpoint is marked before this save removes an older one
         due = (one for one in self._all if one.is_due(step))
         where = self._disk if on_disk else next(due, self._disk)
         where.save(model, optimizer, extra, step=step)
+        if self._best is not None and where is self._disk:
+            self._best.begin(step, bits_per_byte)
 
     def wait(self) -> None:
         """Wait until what was begun is written."""
         self._disk.wait()
+        if self._best is not None:
+            self._best.end()
+
+    def resume_best(self, step: int) -> None:
+        """Find the best checkpoint of a run that goes on from ``step``."""
+        if self._best is not None:
+            self._best.resume(step)
 
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints; a decision of all workers."""

@@ -28,6 +28,7 @@ import fullshard
 from fullshard.errors import ConfigError, FullshardError, PeerError
 
 from .architecture import Architecture, choose_architecture, load_text_for
+from .best import read_best
 from .config import TrainConfig
 from .data import TokenizedText
 from .export import export
@@ -166,27 +167,21 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
     console = plain_console(enabled=world.is_first)
     if config.trace:
         console.print(f"trace        fullshard trace {config.out}  makes the report of this start")
-    if trained.step < config.steps:
+    if trained.why_over is not None:
+        console.print(f"ended after step {trained.step} of {config.steps} by {trained.why_over}")
+    elif trained.step < config.steps:
         console.print(
             f"stopped after step {trained.step} of {config.steps}; "
             f"fullshard train --out {config.out} --resume  goes on"
         )
         return
-    code = text.tokenizer.encode(_PROMPT if config.data is None else "", add_special_tokens=False)
-    question = text.question()
-    written = sample(
-        trained.model,
-        text,
-        world,
-        prompt=question or [text.end, *code.ids],
-        is_question=bool(question),
-        context=config.seq,
-    )
+    written = _sample(config, text, trained, world)
     if config.export is not None:
         export(trained.model, config, text, world, Path(config.export))
     if not world.is_first:
         return
-    console.print(f"\na sample of what it writes now:\n\n{written}\n")
+    if written is not None:
+        console.print(f"\na sample of what it writes now:\n\n{written}\n")
     if not draw_loss(run.metrics, run.picture):
         console.print("no picture is drawn: pip install matplotlib brings loss.png")
     bits = read_metrics(run.metrics)[-1].get("eval_bits_per_byte", math.nan)  # if not finite
@@ -194,7 +189,9 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
     console.print(
         f"metrics      {run.metrics}: {bits:.2f} held-out bits per byte at the end{drawn}"
     )
-    console.print(f"checkpoints  {run.newest_checkpoint()} is the newest")
+    best = read_best(run)
+    named = "" if best is None else f", {best.path} the best ({best.bits_per_byte:.2f})"
+    console.print(f"checkpoints  {run.newest_checkpoint()} is the newest{named}")
     drifted = drift(run.plan, run.metrics, on_device=world.device.type != "cpu")
     if drifted is not None:
         console.print(f"plan         {drifted}")
@@ -205,6 +202,23 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
         console.print("next         fullshard train --name mine --data PATH  learns your own text")
     else:
         console.print("next         fullshard train --help  shows larger models and longer runs")
+
+
+def _sample(config: TrainConfig, text: TokenizedText, trained: Trained, world: World) -> str | None:
+    """Return a sample of what the model writes; None if it is off. All workers call this."""
+    if config.sample is None:
+        return None
+    code = text.tokenizer.encode(_PROMPT if config.data is None else "", add_special_tokens=False)
+    question = text.question()
+    return sample(
+        trained.model,
+        text,
+        world,
+        prompt=question or [text.end, *code.ids],
+        is_question=bool(question),
+        context=config.seq,
+        num_tokens=config.sample,
+    )
 
 
 def work(config: TrainConfig, *, prepared: bool) -> NoReturn:

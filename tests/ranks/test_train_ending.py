@@ -1,0 +1,87 @@
+"""Runs that end early: by ``--patience``, with two workers, and what is left of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fullshard.train.best import read_best
+from fullshard.train.rundir import RunDir
+from tests.ranks.train_shell import Outcome, Shell
+
+# The learning rate is far too high, so the held-out loss rises after the warm-up.
+OPTIONS = "--data text --steps 40 --batch 2 --seq 32 --lr 0.3 --warmup 4 --eval-every 2".split()
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    return Shell.with_a_little_text(tmp_path_factory.mktemp("ending"))
+
+
+@pytest.fixture(scope="module")
+def impatient(shell: Shell) -> Outcome:
+    """A run that keeps two checkpoints and ends when its held-out loss has risen twice."""
+    options = "--out impatient --save-every 2 --keep 1 --patience 2 --sample off".split()
+    return shell.train(*OPTIONS, *options)
+
+
+def evaluated(shell: Shell, run: str) -> dict[int, float]:
+    key = "eval_bits_per_byte"
+    return {one["step"]: one[key] for one in shell.metrics(run) if key in one}
+
+
+def end_by(losses: dict[int, float], patience: int) -> int:
+    """The step after which a run ends that has these held-out losses."""
+    lowest, waited = float("inf"), 0
+    for step, bits in losses.items():
+        lowest, waited = (bits, 0) if bits < lowest else (lowest, waited + 1)
+        if waited == patience:
+            return step
+    raise AssertionError(f"the held-out loss went on falling: {losses}")
+
+
+def test_it_ends_when_the_held_out_loss_has_not_fallen_for_so_long(
+    shell: Shell, impatient: Outcome
+) -> None:
+    assert impatient.exitcode == 0, impatient.err
+    losses = evaluated(shell, "impatient")
+    step = max(losses)
+    assert step == end_by(losses, 2) < 40
+    best = min(losses, key=lambda one: losses[one])
+    told = (
+        f"ended after step {step} of 40 by --patience 2: held-out loss was lowest at step {best} "
+        f"({losses[best]:.4f} bits per byte), not in the last 2 evaluations"
+    )
+    assert told in impatient.out.splitlines()
+    assert "a sample of what it writes now:" not in impatient.out
+    assert f"step-{step:06d} is the newest, " in impatient.out
+
+
+def test_the_best_checkpoint_outlives_those_that_are_not_kept(
+    shell: Shell, impatient: Outcome
+) -> None:
+    run, losses = RunDir(shell.folder / "impatient"), evaluated(shell, "impatient")
+    assert [path.name for path in run.checkpoints.glob("step-*")] == [f"step-{max(losses):06d}"]
+    best = read_best(run)
+    assert best is not None and best.path.parent == run.best
+    assert losses[best.step] == best.bits_per_byte == min(losses.values())
+    assert f"{Path('impatient') / 'best' / best.path.name} the best (" in impatient.out
+
+
+def test_it_goes_on_by_a_greater_patience_only_and_counts_on(
+    shell: Shell, impatient: Outcome
+) -> None:
+    end = max(evaluated(shell, "impatient"))
+    refused = shell.train("--out", "impatient", "--resume")
+    assert refused.exitcode == 2
+    assert f"step-{end:06d} ended the run by --patience 2: " in refused.err
+    assert refused.err.endswith("a greater --patience goes on\n") and refused.err.count("\n") == 1
+    outcome = shell.train("--out", "impatient", "--resume", "--patience", "3")
+    assert outcome.exitcode == 0, outcome.err
+    losses = evaluated(shell, "impatient")
+    assert max(losses) > end
+    if "ended after step" in outcome.out:
+        assert max(losses) == end_by(losses, 3)
+    else:
+        assert max(losses) == 40
