@@ -143,6 +143,72 @@ def test_a_sample_is_off_or_a_number_also_in_a_file(
     assert saved == started[1]
 
 
+def num_rows(config: TrainConfig) -> int:
+    return len(load_text(config.data, vocab_size=2048).train.rows(config.seq))
+
+
+@pytest.mark.parametrize("epochs", ["1", "2", "0.5"])
+def test_epochs_are_steps_by_the_text(
+    started: list[TrainConfig], elsewhere: Path, capfd: pytest.CaptureFixture[str], epochs: str
+) -> None:
+    options = ["--data", text_file(elsewhere), "--seq", "16", "--batch", "3", "--nproc", "2"]
+    assert main(["train", *options, "--epochs", epochs]) == 0
+    rows = num_rows(started[0])
+    steps = started[0].steps
+    assert (steps - 1) * 6 < float(epochs) * rows <= steps * 6
+    assert started[0].epochs == float(epochs) and started[0].last_step == steps
+    told = f"schedule: {steps:,} steps (--epochs {epochs} of {rows:,} sequences of 16 tokens, 6 a "
+    assert told + "step); learning rate rises to 0.004 over " in capfd.readouterr().out
+
+
+def test_a_run_goes_on_with_the_steps_of_its_epochs(
+    started: list[TrainConfig], elsewhere: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", text_file(elsewhere), "--seq", "16", "--batch", "4", "--nproc", "1"]
+    assert main(["train", *options, "--epochs", "1"]) == 0
+    first = started[0].steps
+    a_checkpoint(RunDir(Path("runs/default")), started[0], key_of_text(started), 4)
+    capfd.readouterr()
+    for changes in ([], ["--nproc", "2"], ["--epochs", "1", "--batch", "2"]):
+        assert main(["train", "--resume", *changes]) == 0
+        assert (started[-1].steps, started[-1].epochs) == (first, 1.0)
+        out, err = capfd.readouterr()
+        assert f"schedule: {first} steps (--epochs 1 at the first start)" in out
+        assert "follow the new schedule" not in err
+    assert main(["train", "--resume", "--nproc", "1", "--batch", "4", "--epochs", "2"]) == 0
+    assert started[-1].steps in (2 * first, 2 * first - 1)
+    said = f"--epochs was 1 and is 2 now, --steps was {first} and is {started[-1].steps} now"
+    assert said in capfd.readouterr().err
+    assert main(["train", "--resume", "--steps", "99"]) == 0
+    assert (started[-1].steps, started[-1].epochs) == (99, None)
+    assert "--epochs was 2 and is not given now" in capfd.readouterr().err
+    assert main(["train", "--resume", "--epochs", "1"]) == 0
+    assert (started[-1].steps, started[-1].epochs) == (first, 1.0)
+    said = f"--epochs was not given and is 1 now, --steps was 99 and is {first} now"
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "by_hand", "expected"),
+    [
+        ("epochs = 2", [], 2.0),
+        ("steps = 5", ["--epochs", "3"], 3.0),
+        ("epochs = 0.5", ["--steps", "5"], None),
+    ],
+)
+def test_epochs_or_steps_by_hand_win_over_the_other_in_a_file(
+    started: list[TrainConfig],
+    elsewhere: Path,
+    line: str,
+    by_hand: list[str],
+    expected: float | None,
+) -> None:
+    (elsewhere / "run.toml").write_text(line)
+    assert main(["train", "--data", text_file(elsewhere), "--config", "run.toml", *by_hand]) == 0
+    assert started[0].epochs == expected
+    assert (started[0].steps == 5) == (expected is None)
+
+
 def test_a_new_start_sets_the_earlier_run_aside(
     started: list[TrainConfig], elsewhere: Path
 ) -> None:

@@ -52,6 +52,7 @@ FILES = {
     "zero.toml": "steps = 0",
     "table.toml": "[train]\nsteps = 3",
     "broken.toml": "steps = ",
+    "both.toml": "steps = 600\nepochs = 2",
     "sample.toml": "sample = true",
 }
 OPTIONS = [
@@ -68,6 +69,11 @@ OPTIONS = [
     ("--dtype fp8", "'fp8' is not one of"),
     ("--keep 0", "--keep is 0, it must be at least 1"),
     ("--keep -2", "--keep is -2, it must be at least 1"),
+    ("--epochs 0", "--epochs is 0, it must be greater than 0"),
+    ("--epochs -1", "--epochs is -1, it must be greater than 0"),
+    ("--epochs nan", "--epochs is nan, it must be greater than 0"),
+    ("--epochs inf", "--epochs is inf, it must be greater than 0"),
+    ("--epochs 2 --steps 600", "--steps with --epochs: give one of them"),
     ("--patience 0", "--patience is 0, it must be at least 1"),
     ("--sample 0", "--sample is 0, it must be at least 1"),
     ("--sample -5", "--sample is -5, it must be at least 1"),
@@ -121,6 +127,7 @@ CONFIGS = [
     ("--config float.toml", "float.toml: batch is 1.5, expected a whole number"),
     ("--config number.toml", "number.toml: data is 3, expected a string"),
     ("--config choice.toml", "choice.toml: dtype is 'fp8', expected one of fp32, bf16"),
+    ("--config both.toml", "--config: --steps with --epochs: give one of them"),
     ("--config sample.toml", "sample is True, expected a whole number or a string"),
     ("--config zero.toml", "--steps is 0, it must be at least 1"),
 ]
@@ -135,6 +142,17 @@ RESUMING = [
     ("--data other.txt", "was trained on other text"),
     ("--steps 4", "is at step 4 already: a greater --steps than 4 goes on"),
     ("--stop-after 3", "is at step 4 already: a greater --stop-after than 3 goes on"),
+    (
+        "--epochs 0.01",
+        "is at step 4 already: a greater --epochs than 0.01, or --steps than 1, goes on",
+    ),
+    (
+        "--epochs 2 --batch 4",
+        "--epochs 2: the run so far read 16 sequences of 128 tokens a step, and would read 8 of "
+        "128 now, so its epochs cannot be counted: give --steps, or --batch, --accumulate "
+        "and --seq of the run",
+    ),
+    ("--epochs 2 --seq 64", "its epochs cannot be counted"),
     (
         "--patience 2",
         "step-000004 ended the run by --patience 2: held-out loss was lowest at step 2 (1.5000 "

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fullshard.train.best import read_best
+from fullshard.train.config import TrainConfig
 from fullshard.train.rundir import RunDir
-from tests.ranks.train_shell import Outcome, Shell
+from tests.ranks.train_shell import Outcome, Shell, torchrun
 
 # The learning rate is far too high, so the held-out loss rises after the warm-up.
 OPTIONS = "--data text --steps 40 --batch 2 --seq 32 --lr 0.3 --warmup 4 --eval-every 2".split()
@@ -85,3 +86,13 @@ def test_it_goes_on_by_a_greater_patience_only_and_counts_on(
         assert max(losses) == end_by(losses, 3)
     else:
         assert max(losses) == 40
+
+
+def test_workers_of_torchrun_end_after_the_steps_of_their_epochs(shell: Shell) -> None:
+    options = "--data text --epochs 0.05 --batch 2 --seq 32 --sample 3 --out part".split()
+    outcome = shell.train(*options, program=torchrun(2))
+    assert outcome.exitcode == 0, outcome.err
+    config = TrainConfig.load(RunDir(shell.folder / "part").config)
+    assert config.steps == len(shell.metrics("part")) < 600
+    assert f"schedule: {config.steps} steps (--epochs 0.05 of " in outcome.out
+    assert "a sample of what it writes now:" in outcome.out

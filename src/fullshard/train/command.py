@@ -42,6 +42,7 @@ def train_command(
     nproc: flags.Nproc = None,
     min_workers: flags.MinWorkers = _DEFAULT.min_workers,
     steps: flags.Steps = _DEFAULT.steps,
+    epochs: flags.Epochs = _DEFAULT.epochs,
     stop_after: flags.StopAfter = _DEFAULT.stop_after,
     batch: flags.Batch = _DEFAULT.batch,
     seq: flags.Seq = _DEFAULT.seq,
@@ -92,8 +93,11 @@ def resolve(context: typer.Context) -> TrainConfig:
     given = {key: value for key, value in context.params.items() if _is_given(context, key)}
     file = given.pop("config_file", None)
     from_file = {} if file is None else read_options(Path(file), _kinds())
+    _choose_length(given, from_file)
     folder = _folder(given, from_file)
     asked = {key: v for key, v in {**from_file, **given}.items() if key not in ("name", "out")}
+    if "steps" in asked:
+        asked["epochs"] = None
     if "init" in asked:
         asked.setdefault("model", f"{HF}{asked['init']}")
     if asked.get("resume"):
@@ -134,6 +138,20 @@ def _kinds() -> dict[str, Any]:
     hints = typing.get_type_hints(train_command)
     kinds = {key: hints[key] for key in hints if key not in ("context", "config_file", "return")}
     return kinds | {"sample": int | str}
+
+
+def _choose_length(given: dict[str, Any], from_file: dict[str, Any]) -> None:
+    """Leave one of ``steps`` and ``epochs``; what is ``given`` by hand wins over the file.
+
+    Raises:
+        ConfigError: both stand in one place.
+    """
+    for options, where in ((given, ""), (from_file, "--config: ")):
+        if "steps" in options and "epochs" in options:
+            raise ConfigError(f"{where}--steps with --epochs: give one of them")
+    if "steps" in given or "epochs" in given:
+        from_file.pop("steps", None)
+        from_file.pop("epochs", None)
 
 
 def _sample_of(value: str | int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,6 +103,8 @@ class TrainConfig:
         export: a new folder for the trained model, as transformers reads it; of ``lora`` the
             adapters, as peft reads them.
         nproc: local workers to start; under torchrun its ``--nproc-per-node`` is used instead.
+        epochs: how many times the whole training text is read; ``prepare`` computes ``steps`` from
+            it. None: ``steps`` was given.
         lr: peak learning rate, reached after ``warmup`` steps, or after a tenth of all steps if
             these are fewer. It then follows ``lr_schedule``.
         lr_floor: learning rate of the last step as a fraction of ``lr``.
@@ -136,6 +139,7 @@ class TrainConfig:
     nproc: int = 2
     min_workers: int | None = None
     steps: int = 600
+    epochs: float | None = None
     stop_after: int | None = None
     batch: int = 8
     seq: int = 128
@@ -188,6 +192,8 @@ class TrainConfig:
         for option, needed in _NEEDED.items():
             if getattr(self, option) and not getattr(self, needed):
                 raise ConfigError(f"--{option} needs --{needed}")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ConfigError(f"--epochs is {self.epochs:g}, it must be greater than 0")
         if self.wire is not None:
             try:
                 WirePolicy.parse(self.wire)

@@ -65,6 +65,10 @@ MinWorkers = Annotated[
     int | None, typer.Option(help="Go on without workers that are lost, while so many are left.")
 ]
 Steps = Annotated[int, typer.Option(help="Steps of the whole schedule.")]
+Epochs = Annotated[
+    float | None,
+    typer.Option(help="Instead of --steps: how often to read the whole text.", metavar="E"),
+]
 StopAfter = Annotated[
     int | None, typer.Option(help="Stop early after this step, the schedule unchanged.")
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from fullshard.errors import ConfigError
@@ -15,7 +17,7 @@ from .optimizer import described
 from .planned import tell_plan
 from .quantized import check_bitsandbytes
 from .rows import Packed, Rows
-from .rundir import RunDir, check_continues, describe, read_origin
+from .rundir import Origin, RunDir, check_continues, describe, read_origin
 from .runlock import RunLock
 
 
@@ -54,11 +56,12 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
     _tell_left_out(text)
     _check_enough(config, text, num_workers)
     after = 0
-    if config.resume and newest is not None:
+    info = None if newest is None or not config.resume else read_origin(newest)
+    config, length = with_steps(config, text, info, num_workers=num_workers)
+    if newest is not None and info is not None:
         ours = describe(
             config, architecture.description(), text_key=text.key, num_workers=num_workers
         )
-        info = read_origin(newest)
         check_continues(config, ours, newest, info)
         after = info.step
         if info.sequences_per_step != ours.sequences_per_step:
@@ -67,11 +70,11 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
                 f"step, now {ours.sequences_per_step}: the losses will not be those of one run",
                 file=sys.stderr,
             )
-    _tell_patience(config)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run.lock)
         _tell_changed(config, run)
+        _tell_patience(config)
         aside = run.set_aside(resumes=config.resume)
         config.save(run.config)
     except OSError as error:
@@ -84,12 +87,12 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         f"{_count(text.num_documents, 'document')} ({text.nbytes / 1e6:.1f} MB, "
         f"{len(text.train.tokens):,} tokens), {_count(num_workers, 'worker')}, run {run.path}"
     )
-    print(f"schedule: {_count(config.steps, 'step')}; learning rate {described(config)}")
+    print(f"schedule: {length}; learning rate {described(config)}")
     tell_plan(config, architecture, num_workers=num_workers, path=run.plan, after=after)
     return lock
 
 
-_OF_THE_SCHEDULE = ("steps", "lr", "muon_lr", "lr_schedule", "warmup", "betas")
+_OF_THE_SCHEDULE = ("epochs", "steps", "lr", "muon_lr", "lr_schedule", "warmup", "betas")
 
 
 def _tell_changed(config: TrainConfig, run: RunDir) -> None:
@@ -112,7 +115,45 @@ def _tell_changed(config: TrainConfig, run: RunDir) -> None:
 
 def _shown(config: TrainConfig, name: str) -> str:
     value = getattr(config, name)
-    return "not given" if value is None else str(value)
+    return "not given" if value is None else f"{value:g}" if name == "epochs" else str(value)
+
+
+def with_steps(
+    config: TrainConfig, text: TokenizedText, info: Origin | None, *, num_workers: int
+) -> tuple[TrainConfig, str]:
+    """Return ``config`` with the steps that its epochs take, and their number in words.
+
+    A resumed run keeps the number that was computed before, also on other workers.
+
+    Args:
+        config: the configuration of this start.
+        text: the text of the run.
+        info: of the checkpoint from which the run goes on; None: it begins.
+        num_workers: number of workers of this start.
+
+    Raises:
+        ConfigError: the epochs of a resumed run are others than before, and cannot be counted.
+    """
+    if config.epochs is None:
+        return config, _count(config.steps, "step")
+    words = f"--epochs {config.epochs:g}"
+    per_step = config.batch * config.accumulate * num_workers
+    if info is not None:
+        earlier = TrainConfig.load(RunDir(Path(config.out)).config)
+        if earlier.epochs == config.epochs:
+            as_before = f"{_count(earlier.steps, 'step')} ({words} at the first start)"
+            return replace(config, steps=earlier.steps), as_before
+        if (info.sequences_per_step, earlier.seq) != (per_step, config.seq):
+            raise ConfigError(
+                f"{words}: the run so far read {info.sequences_per_step} sequences of "
+                f"{earlier.seq} tokens a step, and would read {per_step} of {config.seq} now, so "
+                "its epochs cannot be counted: give --steps, or --batch, --accumulate and --seq of "
+                "the run"
+            )
+    rows = len(text.train.rows(config.seq))
+    steps = max(1, math.ceil(round(config.epochs * rows / per_step, 6)))
+    of = f"{rows:,} sequences of {config.seq} tokens, {per_step:,} a step"
+    return replace(config, steps=steps), f"{_count(steps, 'step')} ({words} of {of})"
 
 
 def _check_extras(config: TrainConfig) -> None:

@@ -173,11 +173,12 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: O
             "without --resume"
         )
     if info.step >= config.last_step:
-        limit = "--steps" if config.last_step == config.steps else "--stop-after"
-        raise ConfigError(
-            f"{checkpoint} is at step {info.step} already: a greater {limit} than "
-            f"{config.last_step} goes on"
-        )
+        limit = f"--steps than {config.steps}"
+        if config.last_step < config.steps:
+            limit = f"--stop-after than {config.stop_after}"
+        elif config.epochs is not None:
+            limit = f"--epochs than {config.epochs:g}, or --steps than {config.steps},"
+        raise ConfigError(f"{checkpoint} is at step {info.step} already: a greater {limit} goes on")
     over = HeldOut(**(info.held_out or {})).why_over(config)
     if over is not None:
         raise ConfigError(f"{checkpoint} ended the run by {over}: a greater --patience goes on")

@@ -82,9 +82,17 @@ def _work(
 ) -> None:
     text = _load_text(config, world, loaded)
     lock = None if prepared else _together(world, lambda: _prepare_first(config, world))
+    if not prepared and config.epochs is not None:
+        config = dataclasses.replace(config, steps=_num_steps(config, world))
     with lock or nullcontext():
         trained = train(config, text, world, life)
         _finish(config, text, trained, world)
+
+
+def _num_steps(config: TrainConfig, world: World) -> int:
+    """Return the number of steps that ``prepare`` computed and the first worker's file has."""
+    run = RunDir(Path(config.out))
+    return int(world.rows(TrainConfig.load(run.config).steps if world.is_first else 0)[0].item())
 
 
 def _live(config: TrainConfig, world: World, loaded: Loaded | None, life: fullshard.Life) -> None:
