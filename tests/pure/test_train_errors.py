@@ -74,6 +74,8 @@ OPTIONS = [
     ("--epochs nan", "--epochs is nan, it must be greater than 0"),
     ("--epochs inf", "--epochs is inf, it must be greater than 0"),
     ("--epochs 2 --steps 600", "--steps with --epochs: give one of them"),
+    ("--save-dtype bf16", "--save-dtype needs --export"),
+    ("--save-dtype int8", "'int8' is not one of"),
     ("--patience 0", "--patience is 0, it must be at least 1"),
     ("--sample 0", "--sample is 0, it must be at least 1"),
     ("--sample -5", "--sample is -5, it must be at least 1"),

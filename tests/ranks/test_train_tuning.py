@@ -87,7 +87,7 @@ def tuned(config: TrainConfig, until: int, folder: str | None) -> tuple[list[flo
     trainer.saves.wait()
     evaluated = trainer.evaluation.bits_per_byte()
     if folder is not None:
-        export(trainer.model, config, text, world, Path(folder))
+        export(trainer.model, config, text.tokenizer, world, Path(folder))
         dist.barrier()
     return [record.loss for record in records], evaluated
 

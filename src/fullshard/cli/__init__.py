@@ -9,6 +9,7 @@ import typer
 from fullshard.cli import checkpoints
 from fullshard.cli.doctor import doctor_command
 from fullshard.cli.planning import plan_command
+from fullshard.cli.runs import export_command, generate_command
 from fullshard.cli.tracing import trace_command
 from fullshard.train.command import run_app, train_command
 
@@ -16,6 +17,8 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command("train")(train_command)
+app.command("export")(export_command)
+app.command("generate")(generate_command)
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("trace")(trace_command)

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fullshard import unshard_params
@@ -52,15 +53,24 @@ def merge_adapters(model: nn.Module) -> None:
             layer.merge()
 
 
-def save_adapters(model: Any, folder: Path, world: World) -> None:
-    """Write the adapters alone, as ``peft`` reads them; all workers call it."""
+def save_adapters(
+    model: Any, folder: Path, world: World, *, dtype: torch.dtype | None = None
+) -> None:
+    """Write the adapters alone, as ``peft`` reads them; all workers call it.
+
+    Args:
+        model: has the adapters.
+        folder: to write to.
+        world: the job.
+        dtype: of what is written; None: as it is.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     whole: dict[str, Tensor] = {}
     for layer in _layers(model):
         with unshard_params(layer, writeback=False):
             if world.is_first:
                 whole |= {
-                    f"{names[id(layer)]}.{name}": parameter.detach().cpu().clone()
+                    f"{names[id(layer)]}.{name}": parameter.detach().to("cpu", dtype, copy=True)
                     for name, parameter in layer.named_parameters()
                     if parameter.requires_grad
                 }

@@ -34,6 +34,7 @@ def train_command(
     lora: flags.Lora = _DEFAULT.lora,
     quantize: flags.Quantize = _DEFAULT.quantize,
     export: flags.Export = _DEFAULT.export,
+    save_dtype: flags.SaveDtype = _DEFAULT.save_dtype,
     merge: flags.Merge = _DEFAULT.merge,
     config_file: flags.ConfigFile = None,
     name: flags.Name = "default",

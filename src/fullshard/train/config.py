@@ -23,6 +23,14 @@ class Dtype(enum.StrEnum):
     BF16 = "bf16"
 
 
+class SaveDtype(enum.StrEnum):
+    """The dtype of exported weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
 class LayoutName(enum.StrEnum):
     """The layout of parameters in the shards."""
 
@@ -102,6 +110,7 @@ class TrainConfig:
         lora: rank of the adapters that are trained instead of the weights of ``init``.
         export: a new folder for the trained model, as transformers reads it; of ``lora`` the
             adapters, as peft reads them.
+        save_dtype: of what is exported; None: fp32, as it is trained.
         nproc: local workers to start; under torchrun its ``--nproc-per-node`` is used instead.
         epochs: how many times the whole training text is read; ``prepare`` computes ``steps`` from
             it. None: ``steps`` was given.
@@ -134,6 +143,7 @@ class TrainConfig:
     lora: int | None = None
     quantize: Quantize | None = None
     export: str | None = None
+    save_dtype: SaveDtype | None = None
     merge: bool = False
     data: str | None = None
     nproc: int = 2
@@ -191,7 +201,7 @@ class TrainConfig:
             raise ConfigError(f"--model is {self.model}, expected {expected}")
         for option, needed in _NEEDED.items():
             if getattr(self, option) and not getattr(self, needed):
-                raise ConfigError(f"--{option} needs --{needed}")
+                raise ConfigError(f"--{option.replace('_', '-')} needs --{needed}")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ConfigError(f"--epochs is {self.epochs:g}, it must be greater than 0")
         if self.wire is not None:
@@ -256,6 +266,8 @@ class TrainConfig:
             fields["dtype"] = Dtype(fields["dtype"])
             quantize = fields.get("quantize")
             fields["quantize"] = None if quantize is None else Quantize(quantize)
+            save_dtype = fields.get("save_dtype")
+            fields["save_dtype"] = None if save_dtype is None else SaveDtype(save_dtype)
             fields["optimizer"] = OptimizerName(fields.get("optimizer", OptimizerName.ADAMW))
             fields["lr_schedule"] = LrSchedule(fields.get("lr_schedule", LrSchedule.COSINE))
             fields["layout"] = LayoutName(fields.get("layout", LayoutName.PER_PARAMETER))
@@ -279,7 +291,7 @@ class TrainConfig:
 
 
 # Options that do nothing without another.
-_NEEDED = {"lora": "init", "quantize": "lora", "merge": "lora"}
+_NEEDED = {"save_dtype": "export", "lora": "init", "quantize": "lora", "merge": "lora"}
 
 
 def _at_least(name: str, value: int, least: int) -> None:

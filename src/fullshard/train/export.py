@@ -6,13 +6,15 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
+from tokenizers import Tokenizer
 from torch import nn
 
 from fullshard.checkpoint import save_weights
 
 from .adapters import merge_adapters, save_adapters
-from .config import TrainConfig
-from .data import END, TokenizedText
+from .config import SaveDtype, TrainConfig
+from .data import END
 from .hf import caching
 from .world import World
 
@@ -29,9 +31,15 @@ _BESIDE_WEIGHTS = (
 )
 """Files of ``--init`` that belong to the exported model too: how to read, answer and sample."""
 
+_DTYPES = {
+    SaveDtype.FP32: torch.float32,
+    SaveDtype.BF16: torch.bfloat16,
+    SaveDtype.FP16: torch.float16,
+}
+
 
 def export(
-    model: nn.Module, config: TrainConfig, text: TokenizedText, world: World, folder: Path
+    model: nn.Module, config: TrainConfig, tokenizer: Tokenizer, world: World, folder: Path
 ) -> None:
     """Write the model, or its adapters alone, with what ``--init`` has beside its weights.
 
@@ -39,24 +47,25 @@ def export(
 
     With ``config.merge`` the model has its adapters merged into its weights afterwards.
     """
+    dtype = None if config.save_dtype is None else _DTYPES[config.save_dtype]
     if config.lora is not None and not config.merge:
-        save_adapters(model, folder, world)
+        save_adapters(model, folder, world, dtype=dtype)
     else:
         if config.lora is not None:
             merge_adapters(model)
         with caching(model, config.model):
-            save_weights(model, folder)
+            save_weights(model, folder, dtype=dtype)
     if world.is_first:
-        _write_others(folder, config, text)
+        _write_others(folder, config, tokenizer)
 
 
-def _write_others(folder: Path, config: TrainConfig, text: TokenizedText) -> None:
+def _write_others(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> None:
     if config.init is not None:
         files = [file for pattern in _BESIDE_WEIGHTS for file in Path(config.init).glob(pattern)]
         for file in files:
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
         return
-    text.tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=2) + "\n")

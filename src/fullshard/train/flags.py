@@ -46,6 +46,10 @@ Export = Annotated[
         metavar="FOLDER",
     ),
 ]
+SaveDtype = Annotated[
+    config.SaveDtype | None,
+    typer.Option(help="Dtype of exported weights; default: fp32, as they are trained."),
+]
 Merge = Annotated[bool, typer.Option("--merge", help="Export the model with the adapters in it.")]
 ConfigFile = Annotated[
     str | None,

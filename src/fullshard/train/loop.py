@@ -131,7 +131,7 @@ def build_sharded_model(config: TrainConfig, architecture: Architecture, world: 
         mesh_dim_names=("replicate", "shard"),
     )
     shard_model(model, config, mesh)
-    _fill(model, config, architecture, world.device)
+    fill(model, config, architecture, world.device)
     return model
 
 
@@ -177,7 +177,7 @@ def policy_of(config: TrainConfig) -> fullshard.MixedPrecisionPolicy:
     )
 
 
-def _fill(
+def fill(
     model: nn.Module, config: TrainConfig, architecture: Architecture, device: torch.device
 ) -> None:
     """Give a model on the meta device its first values, which ``config.seed`` decides.

@@ -77,6 +77,8 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         _tell_patience(config)
         aside = run.set_aside(resumes=config.resume)
         config.save(run.config)
+        if config.init is None:
+            text.tokenizer.save(str(run.tokenizer))
     except OSError as error:
         raise ConfigError(f"--out {config.out}: cannot be written ({error})") from error
     if aside is not None:

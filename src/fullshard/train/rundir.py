@@ -3,6 +3,7 @@
 runs/default/
   config.json            the configuration of its latest start
   metrics.jsonl          one JSON object per step
+  tokenizer.json         of the training text, unless the run began with weights of others
   checkpoints/step-000100/, ...
   best.json              names the checkpoint of the lowest held-out loss
   best/step-000100/      this checkpoint, with --keep
@@ -77,6 +78,11 @@ class RunDir:
         return self.path / "best.json"
 
     @property
+    def tokenizer(self) -> Path:
+        """Path of the tokenizer that was trained on the text."""
+        return self.path / "tokenizer.json"
+
+    @property
     def memory(self) -> Path:
         """Path of the folder of checkpoints in this machine's memory; named after the run's."""
         digest = hashlib.blake2b(str(self.path.absolute()).encode(), digest_size=8).hexdigest()
@@ -117,6 +123,7 @@ class RunDir:
             self.checkpoints,
             self.best,
             self.best_mark,
+            self.tokenizer,
             self.picture,
             self.plan,
         )
@@ -163,9 +170,10 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: O
         ConfigError: the checkpoint has another model or other text, or the run has ended there.
     """
     if info.model != ours.model:
+        what = difference(info.model, ours.model)
         raise ConfigError(
-            f"{checkpoint} holds another model than --model {config.model} "
-            f"({_difference(info.model, ours.model)}): give its own, or start anew without --resume"
+            f"{checkpoint} holds another model than --model {config.model} ({what}): give its own, "
+            "or start anew without --resume"
         )
     if info.text_key != ours.text_key:
         raise ConfigError(
@@ -184,7 +192,7 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: O
         raise ConfigError(f"{checkpoint} ended the run by {over}: a greater --patience goes on")
 
 
-def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     """Describe the first field in which two models differ."""
     keys = (key for key in {**there, **here} if there.get(key) != here.get(key))
     key = next(keys, "some field")

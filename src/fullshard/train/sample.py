@@ -12,7 +12,6 @@ from .data import TokenizedText
 from .world import World
 
 
-@torch.no_grad()
 def sample(
     model: nn.Module,
     text: TokenizedText,
@@ -33,20 +32,63 @@ def sample(
     seed. The model sees at most the last ``context`` tokens. What follows the end of an answer to a
     question is left out.
     """
-    was_training = model.training
-    model.eval()
-    generator = torch.Generator().manual_seed(seed)
     tokenizer = text.tokenizer
-    tokens = list(prompt)
-    known = tokenizer.get_vocab_size()  # may be fewer than the logits, if the text is small
-    for _ in range(num_tokens):
-        window = torch.tensor([tokens[-context:]], device=world.device)
-        logits = next_token_logits(model, window)[0, -1, :known].cpu()
-        best, ids = logits.topk(min(top_k, known))
-        choice = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
-        tokens.append(int(ids[choice]))
-    model.train(was_training)
+    tokens = continued(
+        model,
+        prompt,
+        device=world.device,
+        known=tokenizer.get_vocab_size(),
+        context=context,
+        num_tokens=num_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
     if is_question and text.end in tokens[len(prompt) :]:
         tokens = tokens[: tokens.index(text.end, len(prompt))]
     written: str = tokenizer.decode(tokens, skip_special_tokens=not is_question)
     return written
+
+
+@torch.no_grad()
+def continued(
+    model: nn.Module,
+    prompt: Sequence[int],
+    *,
+    device: torch.device,
+    known: int,
+    context: int,
+    num_tokens: int,
+    temperature: float = 0.7,
+    top_k: int = 40,
+    seed: int = 0,
+    end: int | None = None,
+) -> list[int]:
+    """Return ``prompt`` and ``num_tokens`` more tokens.
+
+    Args:
+        model: on ``device``, sharded or not.
+        prompt: one token or more.
+        device: of the model.
+        known: number of tokens; the model may have more logits, if its text is small.
+        context: how many of the last tokens the model sees.
+        num_tokens: how many to add.
+        temperature: by which logits are divided; 0: take the most likely token.
+        top_k: draw from so many of the most likely tokens.
+        seed: of the draw.
+        end: the token after which to stop; None: never.
+    """
+    was_training = model.training
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        window = torch.tensor([tokens[-context:]], device=device)
+        logits = next_token_logits(model, window)[0, -1, :known].cpu()
+        best, ids = logits.topk(min(top_k, known) if temperature else 1)
+        chances = (best / (temperature or 1)).softmax(-1)
+        tokens.append(int(ids[torch.multinomial(chances, 1, generator=generator)]))
+        if tokens[-1] == end:
+            break
+    model.train(was_training)
+    return tokens

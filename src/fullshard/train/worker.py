@@ -185,7 +185,7 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
         return
     written = _sample(config, text, trained, world)
     if config.export is not None:
-        export(trained.model, config, text, world, Path(config.export))
+        export(trained.model, config, text.tokenizer, world, Path(config.export))
     if not world.is_first:
         return
     if written is not None:
