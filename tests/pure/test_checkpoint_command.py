@@ -59,6 +59,19 @@ def test_the_folder_of_a_run_stands_for_its_checkpoints(
     code, out = run(capsys, "list", run_folder)
     assert code == 0 and [line.split()[0] for line in out.splitlines()[1:]] == ["step-1", "step-2"]
     assert run(capsys, "verify", run_folder)[0] == 0
+    assert "best" not in as_json(capsys, "list", run_folder)[1]
+
+
+def test_the_best_of_a_run_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "best" / "step-000003"
+    checkpoint.save(folder, nn.Linear(3, 2), step=3)
+    checkpoint.save(tmp_path / "checkpoints" / "step-000004", nn.Linear(3, 2), step=4)
+    (tmp_path / "best.json").write_text('{"step": 3, "eval_bits_per_byte": 1.25}')
+    code, out = run(capsys, "list", tmp_path)
+    assert (code, out.splitlines()[-1]) == (0, f"best: {folder} (1.2500 held-out bits per byte)")
+    _, found = as_json(capsys, "list", tmp_path)
+    assert found["best"] == {"step": 3, "bits_per_byte": 1.25, "path": str(folder)}
+    assert [one["step"] for one in found["checkpoints"]] == [4]
 
 
 def test_list_says_what_was_put_aside(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,11 @@ RESUMING = [
     ("--name new", "runs/new holds no run to resume: start without --resume"),
     ("--name bare", "runs/bare holds no checkpoint to resume: start without --resume"),
     (
+        "--name lost",
+        "runs/lost holds no checkpoint to resume: start without --resume, or move "
+        "runs/lost/best/step-000002 to runs/lost/checkpoints",
+    ),
+    (
         "--model 10m",
         "than --model 10m (dim is 192 there and 320 here): give its own, or start anew",
     ),
@@ -236,8 +241,11 @@ def test_a_run_that_cannot_go_on_is_refused(
     held_out = {"step": 2, "bits_per_byte": 1.5, "num_worse": 2}
     origin = replace(origin, held_out=held_out)
     checkpoint.save(path, nn.Linear(1, 1), extra=asdict(origin), step=4)
+    best = RunDir(folder / "runs" / "lost")
+    checkpoint.save(best.best / "step-000002", nn.Linear(1, 1), step=2)
+    best.best_mark.write_text('{"step": 2, "eval_bits_per_byte": 1.5}')
     (folder / "runs" / "bare").mkdir()
-    for name in ("default", "bare"):
+    for name in ("default", "bare", "lost"):
         config.save(RunDir(folder / "runs" / name).config)
     assert_refused(folder, f"--resume {options}", message, capfd)
 

@@ -96,6 +96,32 @@ def test_it_is_what_export_writes_at_the_end_of_the_run(
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6 if not dtype else 1e-3)
 
 
+def test_a_tuned_model_continues_a_text_as_transformers_does(
+    pool: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    config = tuning(tmp_path, lora=4, merge=True)
+    pool.run(2, trained, config, {1: 2.0}, str(tmp_path / "merged"))
+    capfd.readouterr()
+    text = "<|user|>the answer of"
+    options = "--tokens 8 --temperature 0".split()
+    assert main(["generate", config.out, text, *options]) == 0
+    found = capfd.readouterr().out.removesuffix("\n")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    end = tokenizer.eos_token_id
+    tokens = [end, *tokenizer.encode(text, add_special_tokens=False)]
+    start = len(tokens)
+    while len(tokens) < start + 8 and (tokens[-1] != end or len(tokens) == start):
+        logits = theirs(torch.tensor([tokens])).logits[0, -1]
+        tokens.append(int(logits[: len(tokenizer)].argmax()))
+    added = [one for one in tokens[start:] if one != end]
+    assert found.startswith(text)
+    assert tokenizer.encode(found, add_special_tokens=False) == tokens[1:start] + added
+
+
 def test_the_best_or_any_step_can_be_exported_and_only_to_a_new_folder(
     pool: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,8 @@ from fullshard.checkpoint import (
 )
 from fullshard.cli.printing import print_json, print_table, size
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.train.best import read_best
+from fullshard.train.rundir import RunDir
 
 app = typer.Typer(
     no_args_is_help=True, help="Look at checkpoints, check, compare and convert them."
@@ -35,11 +38,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 @app.command("list")
 def list_command(path: Root, *, as_json: AsJson = False) -> None:
     """List the complete checkpoints in a folder, the newest last, and what else is there."""
+    best = read_best(RunDir(path))
     path = _of_run(path)
     complete = list_checkpoints(path)
     others = [one.name for one in _folders(path) if one not in {info.path for info in complete}]
     if as_json:
-        print_json({"checkpoints": [_as_dict(info) for info in complete], "others": others})
+        found: dict[str, Any] = {"checkpoints": [_as_dict(info) for info in complete]}
+        if best is not None:
+            found["best"] = {**asdict(best), "path": str(best.path)}
+        print_json({**found, "others": others})
         return
     rows = [
         (info.path.name, str(info.step), str(info.world), size(info.nbytes), _moment(info.time))
@@ -48,6 +55,8 @@ def list_command(path: Root, *, as_json: AsJson = False) -> None:
     print_table(("folder", "step", "ranks", "size", "written"), rows)
     for name in others:
         print(f"{name}: {_why_not_listed(name)}")
+    if best is not None:
+        print(f"best: {best.path} ({best.bits_per_byte:.4f} held-out bits per byte)")
 
 
 @app.command("inspect")
