@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,25 @@ def test_it_goes_on_by_a_greater_patience_only_and_counts_on(
         assert max(losses) == end_by(losses, 3)
     else:
         assert max(losses) == 40
+
+
+def test_a_run_that_is_interrupted_while_it_waits_ends_at_the_same_step(
+    shell: Shell, impatient: Outcome
+) -> None:
+    shutil.copytree(shell.folder / "impatient", shell.folder / "expected")
+    losses = evaluated(shell, "expected")
+    end = min(step for step in losses if step == end_by(losses, 2))
+    options = "--out halted --save-every 2 --keep 1 --patience 2 --sample off".split()
+    halted = shell.train(*OPTIONS, *options, "--stop-after", str(end - 2))  # one is worse by now
+    assert halted.exitcode == 0, halted.err
+    assert f"stopped after step {end - 2} of 40" in halted.out
+    outcome = shell.train("--out", "halted", "--resume")
+    assert outcome.exitcode == 0, outcome.err
+    assert f"ended after step {end} of 40 by --patience 2: " in outcome.out
+    found = evaluated(shell, "halted")
+    assert found == {step: bits for step, bits in losses.items() if step <= end}
+    best = read_best(RunDir(shell.folder / "halted"))
+    assert best is not None and best.bits_per_byte == min(found.values())
 
 
 def test_workers_of_torchrun_end_after_the_steps_of_their_epochs(shell: Shell) -> None:

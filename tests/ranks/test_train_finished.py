@@ -230,6 +230,29 @@ def test_what_cannot_be_used_is_told_in_one_line(
     assert not Path(folder).exists()
 
 
+def resumed(config: TrainConfig) -> tuple[set[Any], list[float]]:
+    """The betas of a run that goes on, and the losses of its next steps."""
+    text = load_text_for(choose_architecture(config), config)
+    trainer = Trainer(config, text, World(dist.get_rank(), dist.get_world_size(), CPU))
+    first = trainer.resume(RunDir(Path(config.out)))
+    records = [trainer.record(trainer.start(step)) for step in range(first + 1, first + 4)]
+    groups = trainer.optimizer.param_groups
+    return {group["betas"] for group in groups}, [record.loss for record in records]
+
+
+def test_a_run_goes_on_with_other_betas_than_its_checkpoint_has(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    config = small(tmp_path)
+    pool.run(2, trained, config, {1: 2.0, 2: 1.0}, None)
+    same, changed = replace(config, resume=True), replace(config, resume=True, betas="0.2,0.6")
+    betas, losses = pool.run(2, resumed, same)[0]
+    other_betas, other_losses = pool.run(2, resumed, changed)[0]
+    assert betas == {(0.9, 0.95)} and other_betas == {(0.2, 0.6)}
+    assert losses[0] == other_losses[0]  # of the same weights
+    assert abs(losses[1] - other_losses[1]) > 1e-4  # the step between had other betas
+
+
 def test_a_run_of_the_command_needs_its_text_no_more(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,8 +1,8 @@
-"""The best checkpoint of a run: the one of the lowest held-out loss, of those that were saved.
+"""The best checkpoint of a run: of all saved steps the one with the lowest held-out loss.
 
-``best.json`` in the folder of the run names it. With ``--keep`` it also lies in ``best/``, where
-the checkpoints that go do not take it along: its files are hard links, or copies on file systems
-without links.
+``best.json`` in the folder of the run names this checkpoint. With ``--keep``, ``best/`` holds it
+too, so it stays when older checkpoints are removed. The files in ``best/`` are hard links, or
+copies on file systems without links.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class BestMark:
         run.best_mark.unlink(missing_ok=True)
 
     def begin(self, step: int, bits_per_byte: float | None) -> None:
-        """Take note of the held-out loss of a step whose checkpoint is being written."""
-        if bits_per_byte is not None and bits_per_byte < self._least:  # no for what is not a number
+        """Record the held-out loss of ``step``; its checkpoint is being written."""
+        if bits_per_byte is not None and bits_per_byte < self._least:  # False for nan
             self._begun = step, bits_per_byte
 
     def end(self) -> None:
@@ -118,7 +118,7 @@ class BestMark:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give the files of the folder ``source`` names in ``target`` too; it appears when all have."""
+    """Link the files of the folder ``source`` into ``target``, which appears when complete."""
     if _is_same(source, target):
         return
     target.parent.mkdir(exist_ok=True)

@@ -142,10 +142,10 @@ def _kinds() -> dict[str, Any]:
 
 
 def _choose_length(given: dict[str, Any], from_file: dict[str, Any]) -> None:
-    """Leave one of ``steps`` and ``epochs``; what is ``given`` by hand wins over the file.
+    """Remove ``steps`` and ``epochs`` of the file if one of them is ``given`` by hand.
 
     Raises:
-        ConfigError: both stand in one place.
+        ConfigError: the command line has both, or the file has both.
     """
     for options, where in ((given, ""), (from_file, "--config: ")):
         if "steps" in options and "epochs" in options:

@@ -46,7 +46,7 @@ class OptimizerName(enum.StrEnum):
 
 
 class LrSchedule(enum.StrEnum):
-    """What the learning rate does after its warm-up; "wsd": warm up, stay, decay at the end."""
+    """The course of the learning rate after its warm-up; "wsd": warm up, stay, decay."""
 
     COSINE = "cosine"
     LINEAR = "linear"
@@ -110,7 +110,7 @@ class TrainConfig:
         lora: rank of the adapters that are trained instead of the weights of ``init``.
         export: a new folder for the trained model, as transformers reads it; of ``lora`` the
             adapters, as peft reads them.
-        save_dtype: of what is exported; None: fp32, as it is trained.
+        save_dtype: dtype of exported weights; None: fp32, as they are trained.
         nproc: local workers to start; under torchrun its ``--nproc-per-node`` is used instead.
         epochs: how many times the whole training text is read; ``prepare`` computes ``steps`` from
             it. None: ``steps`` was given.

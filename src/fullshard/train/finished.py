@@ -1,4 +1,4 @@
-"""The model of a run in one process, from one of its checkpoints: to export it, or to try it."""
+"""The model of a run, loaded from a checkpoint in one process, to export it or to try it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class FinishedRun:
     def continued(
         self, checkpoint: Path, text: str, *, num_tokens: int, temperature: float, seed: int
     ) -> str:
-        """Return ``text`` and what the model of a checkpoint writes after it."""
+        """Return ``text`` with its continuation by the model of a checkpoint."""
         tokenizer, end = self._tokenizer()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = self.load(checkpoint, device)

@@ -139,7 +139,7 @@ def with_steps(
         num_workers: number of workers of this start.
 
     Raises:
-        ConfigError: the epochs of a resumed run are others than before, and cannot be counted.
+        ConfigError: a resumed run has new epochs, and its steps so far read other rows than now.
     """
     if config.epochs is None:
         return config, _count(config.steps, "step")

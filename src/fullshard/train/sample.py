@@ -74,7 +74,7 @@ def continued(
         context: how many of the last tokens the model sees.
         num_tokens: how many to add.
         temperature: by which logits are divided; 0: take the most likely token.
-        top_k: draw from so many of the most likely tokens.
+        top_k: number of the most likely tokens to draw from.
         seed: of the draw.
         end: the token after which to stop; None: never.
     """
