@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
@@ -38,6 +38,19 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
     here = [link for link in links if not link.startswith("https:")]
     missing = [link for link in here if not (page.parent / link).is_file()]
     assert missing + [name for name in named if not (ROOT / name).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@each_page
+def test_sections_that_a_page_points_to_are_there(page: Path) -> None:
+    for path, anchor in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text()):
+        assert anchor in anchors(page.parent / path if path else page), f"{path}#{anchor}"
 
 
 def test_each_difference_has_its_test() -> None:
