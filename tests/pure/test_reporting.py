@@ -99,7 +99,7 @@ def test_a_step_that_begins_forgets_failures_that_were_not_told() -> None:
     assert torn.failure is not None
     next_one.end(failed=False)
     torn.failure = None
-    fault_domain().is_unsettled = False
+    fault_domain().has_unreported_failure = False
 
 
 class Seen(Step):
@@ -121,7 +121,7 @@ def test_a_failing_step_is_never_seen_as_one_that_ended_well() -> None:
     step.end(ValueError("no"), failed=True)
     assert (False, False) not in step.states and step.states[-1] == (False, True)
     step.failure = None
-    fault_domain().is_unsettled = False
+    fault_domain().has_unreported_failure = False
 
 
 class PlayedRounds:
@@ -141,7 +141,7 @@ class PlayedRounds:
 def take_part(found: Diagnosis = NOTHING) -> StatusReport:
     """Take part in one round; return what was reported."""
     watch: Any = object.__new__(Watcher)
-    watch.rank, watch.failure, watch.last, watch.fault = 0, None, NOTHING, ""
+    watch.rank, watch.world, watch.failure, watch.last, watch.fault = 0, 2, None, NOTHING, ""
     watch._rounds, watch._domain = PlayedRounds(found), fault_domain()
     watch._take_part(1)
     report: StatusReport = watch._rounds.reports[0]
@@ -166,7 +166,7 @@ def test_a_failure_during_a_round_is_told_or_kept(monkeypatch: pytest.MonkeyPatc
         assert is_told == (has_failed and step.failure is None)
         if not has_failed:
             step.end(failed=False)
-    fault_domain().is_unsettled = False
+    fault_domain().has_unreported_failure = False
 
 
 def test_a_failure_in_a_step_that_all_ranks_dropped_is_not_told() -> None:
@@ -177,7 +177,7 @@ def test_a_failure_in_a_step_that_all_ranks_dropped_is_not_told() -> None:
     step.era = Era()
     step.era.end(lambda: LostRankError("rank 1 ended"))
     assert not take_part().failure and step.failure is None
-    fault_domain().is_unsettled = False
+    fault_domain().has_unreported_failure = False
 
 
 def test_a_round_that_did_not_wait_for_this_rank_leaves_its_failures() -> None:
@@ -189,7 +189,7 @@ def test_a_round_that_did_not_wait_for_this_rank_leaves_its_failures() -> None:
     assert step.failure is not None
     take_part(NOTHING._replace(silent=(1,)))
     assert step.failure is None
-    fault_domain().is_unsettled = False
+    fault_domain().has_unreported_failure = False
 
 
 @pytest.mark.parametrize("is_open", [True, False])

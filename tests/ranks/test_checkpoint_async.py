@@ -24,7 +24,7 @@ from torch import Tensor
 from fullshard import checkpoint, unshard_params
 from fullshard.checkpoint import writing
 from fullshard.checkpoint.datafile import FileWriter
-from fullshard.checkpoint.pending import settle
+from fullshard.checkpoint.pending import await_save
 from fullshard.device import host_tensor
 from fullshard.errors import (
     CheckpointError,
@@ -80,7 +80,7 @@ def slow_disk() -> Iterator[threading.Event]:
             yield goes_on
         finally:
             goes_on.set()
-            settle()
+            await_save()
 
 
 def begins(call: Callable[[], object]) -> threading.Thread:
@@ -239,7 +239,7 @@ def writes_to_state(path: Path, kind: str) -> str:
             optimizer.state[model.blocks[0].up.weight]["exp_avg"].zero_()
         goes_on.set()
         with pytest.raises(ProtocolError) as found:
-            settle()
+            await_save()
     return str(found.value)
 
 

@@ -474,4 +474,4 @@ def test_what_all_ranks_know_is_not_told_again() -> None:
     microbatches._report(error, time.monotonic())  # of a later try
     assert microbatches._step.failure is not None
     microbatches._step.failure = None
-    fault_domain().is_unsettled = False
+    fault_domain().has_unreported_failure = False

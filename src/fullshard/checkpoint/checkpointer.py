@@ -25,7 +25,7 @@ from fullshard.checkpoint.folders import (
 )
 from fullshard.checkpoint.loading import load_from
 from fullshard.checkpoint.machines import Machines, lent
-from fullshard.checkpoint.pending import PendingSave, settle
+from fullshard.checkpoint.pending import PendingSave, await_save
 from fullshard.checkpoint.saving import How, Where, begin
 from fullshard.checkpoint.writing import CopyMemory
 from fullshard.comm.council import Council
@@ -98,7 +98,7 @@ class Checkpointer:
         removed. An intact checkpoint of this step, saved here since the last ``load``, is a
         ``ConfigError``.
         """
-        settle()
+        await_save()
         path = self.path(step)
         council = Council(f"save to {path}", "save", "a checkpoint")
         _check_alike(council, [self])
@@ -125,7 +125,7 @@ class Checkpointer:
         Raises:
             FullshardError: it failed.
         """
-        settle()
+        await_save()
 
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints, the newest last.
@@ -192,7 +192,7 @@ def load_newest(
     For a loop that saves to memory often and to a disk seldom. Returns and raises what
     ``Checkpointer.load`` does.
     """
-    settle()
+    await_save()
     council = Council(
         "load from " + ", ".join(str(one.root) for one in checkpointers), "list", "checkpoints"
     )

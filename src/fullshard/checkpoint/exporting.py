@@ -33,7 +33,7 @@ from fullshard.checkpoint.outgoing import (
     size_of,
     unpack,
 )
-from fullshard.checkpoint.pending import settle
+from fullshard.checkpoint.pending import await_save
 from fullshard.checkpoint.replicas import digests_of, refuse_apart, shared_digests
 from fullshard.checkpoint.stored import INDEX, SINGLE, own_class, pretrained
 from fullshard.comm.blocking import all_to_all_bytes
@@ -75,7 +75,7 @@ def save_weights(
 
         All ranks raise the same.
     """
-    settle()
+    await_save()
     folder = Path(folder)
     council = Council(f"save weights to {folder}", "save", "weights")
     found = Collected(council.rank, council.world)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.adapted import adapted_layers, check_loadable, reset_adapters
-from fullshard.checkpoint.pending import settle
+from fullshard.checkpoint.pending import await_save
 from fullshard.checkpoint.stored import (
     Chosen,
     InFile,
@@ -98,7 +98,7 @@ def load_weights(
 
         All ranks raise the same.
     """
-    settle()
+    await_save()
     folder = Path(folder)
     council = Council(f"load weights from {folder}", "load", "weights")
     listed = council.agree(lambda: None, lambda _: read_index(folder))

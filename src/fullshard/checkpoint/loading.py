@@ -19,7 +19,7 @@ from fullshard.checkpoint.folders import CheckpointInfo, described, in_folder, r
 from fullshard.checkpoint.manifest import FileInfo, Manifest, digest_of
 from fullshard.checkpoint.model import load_into
 from fullshard.checkpoint.optimizer import optim_state_to_load
-from fullshard.checkpoint.pending import settle
+from fullshard.checkpoint.pending import await_save
 from fullshard.checkpoint.reading import Reader, WantedPart
 from fullshard.checkpoint.stepped import Stepped
 from fullshard.checkpoint.tree import Tree, part_here, some
@@ -59,7 +59,7 @@ def load(
 
         All ranks raise the same, and nothing was changed.
     """
-    settle()
+    await_save()
     path = Path(path)
     council = Council(f"load {path}", "load", "a checkpoint")
     return load_from(council, in_folder(path), path, model, optimizer, strict=strict).extra

@@ -142,7 +142,7 @@ class PendingSave:
 _in_flight: PendingSave | None = None
 
 
-def settle() -> None:
+def await_save() -> None:
     """Wait for the save that goes on, if there is one.
 
     Raises:

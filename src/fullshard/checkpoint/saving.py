@@ -29,7 +29,7 @@ from fullshard.checkpoint.manifest import (
     contents_to_json,
     digest_of,
 )
-from fullshard.checkpoint.pending import PendingSave, settle
+from fullshard.checkpoint.pending import PendingSave, await_save
 from fullshard.checkpoint.replicas import are_apart, by_mesh, refuse_apart, shared_digests
 from fullshard.checkpoint.tree import Tree, some
 from fullshard.checkpoint.values import decode, encode
@@ -95,7 +95,7 @@ def save(
 
         All ranks raise the same.
     """
-    settle()
+    await_save()
     path = Path(path)
     how = How(mode, budget_nbytes, CopyMemory(budget_nbytes))
     council = Council(f"save to {path}", "save", "a checkpoint")

@@ -25,7 +25,7 @@ from fullshard.checkpoint.outgoing import (
     size_of,
     unpack,
 )
-from fullshard.checkpoint.pending import settle
+from fullshard.checkpoint.pending import await_save
 from fullshard.comm.council import Council
 from fullshard.comm.delivery import Delivery
 from fullshard.errors import ConfigError, ProtocolError
@@ -91,7 +91,7 @@ def stream_params(
 
         All ranks raise the same.
     """
-    settle()
+    await_save()
     council = Council("stream parameters", "stream", "weights")
     found = Collected(council.rank, council.world)
     chosen = None if names is None else sorted(names)
@@ -162,7 +162,7 @@ class ParamStream:
         """
         if self._is_running:
             raise ProtocolError("a loop over this stream has not ended: run each one to its end")
-        settle()
+        await_save()
         found = Collected(self._rank, self._world)
         found.add_model(self._model)
         known = set(self._manifest.names())

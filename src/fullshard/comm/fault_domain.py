@@ -108,12 +108,12 @@ class FaultDomain:
 
     Attributes:
         era: the current era.
-        is_unsettled: True if an exception ended a step of this process, in which other ranks may
-            wait.
+        has_unreported_failure: True if an exception ended a step of this process, in which other
+            ranks may wait.
         explain: function that finds out why a collective failed and returns the error to raise; set
             by the watch. None: there is no watch.
-        settle: function that finds out whether other ranks wait, and ends the era if they do; set
-            by the watch. None: there is no watch.
+        await_verdict: function that finds out whether other ranks wait, and ends the era if they
+            do; set by the watch. None: there is no watch.
         inside: ``inside.era`` is the era of the step that runs in this thread; None outside of
             steps. If a fault has ended that era, collectives and steps must not start in the next
             one. The engine sets it. Ranks may be threads of one process, so it is thread-local.
@@ -124,9 +124,9 @@ class FaultDomain:
 
     def __init__(self) -> None:
         self.era = Era()
-        self.is_unsettled = False
+        self.has_unreported_failure = False
         self.explain: Callable[[Exception, Any, Entry], Exception] | None = None
-        self.settle: Callable[[], None] | None = None
+        self.await_verdict: Callable[[], None] | None = None
         self.inside = _Inside()
         self.training_thread: int | None = None
         self.aborted_by: Callable[[], Exception] | None = None
@@ -145,8 +145,8 @@ class FaultDomain:
         Raises:
             FullshardError: a fault has ended the step that runs in this thread.
         """
-        if self.is_unsettled and self.settle is not None:
-            self.settle()
+        if self.has_unreported_failure and self.await_verdict is not None:
+            self.await_verdict()
         era, inside = self.era, self.inside.era
         if inside is not None and inside is not era:
             inside.check()

@@ -77,7 +77,7 @@ class StepLog:
         """
         find_interrupted()
         half_stepped = watch.report_half_step(self._step)
-        watch.settle()
+        watch.await_verdict()
         if self._step.was_dropped:
             self._drop()
         if half_stepped is not None:

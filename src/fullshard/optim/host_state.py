@@ -93,9 +93,9 @@ class HostCopies:
             for key, one in kept.items():
                 one.copy_(here[key], non_blocking=True)
             self._back = self._lanes.mark()
-        return kept | {key: self.settle(one) for key, one in fresh.items()}
+        return kept | {key: self.to_host(one) for key, one in fresh.items()}
 
-    def settle(self, value: Tensor) -> Tensor:
+    def to_host(self, value: Tensor) -> Tensor:
         """Return a copy on the host of what the current lane has written; block the host."""
         return host_like(value, self._device).copy_(value)
 
@@ -125,10 +125,10 @@ class Stream:
         self._staying = [[run for run in its if not run.on_host] for its in runs]
         self._hosted = [(at, run) for at, its in enumerate(runs) for run in its if run.on_host]
 
-    def settle(self, run: HostedRun, values: Mapping[str, Any]) -> dict[str, Any]:
+    def to_host(self, run: HostedRun, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``values``, state of ``run`` on its device, with what is cut on the host."""
         copies, cut = self._copies_of(run), run.cut(values, self._inner.singles)
-        return {**values, **{key: copies.settle(one) for key, one in cut.items()}}
+        return {**values, **{key: copies.to_host(one) for key, one in cut.items()}}
 
     def turns(self, groups: Groups) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts, in each of which the inner optimizer steps once."""

@@ -173,7 +173,7 @@ class Stepper:
             values = run.read(state, flats.get(run.on_host, ()), self._inner.singles)
             if not values and self._inner.is_eager:
                 values = self._first_state(run, options[id(run.params[0])])
-                values = self._stream.settle(run, values) if run.on_host else values
+                values = self._stream.to_host(run, values) if run.on_host else values
             if values:
                 self._inner.set_state(run, values)
             self._run_of |= dict.fromkeys(run.params, run)

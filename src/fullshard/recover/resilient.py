@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fullshard import watch
 from fullshard._torch import collectives as _collectives
 from fullshard._torch import world as _world
-from fullshard.checkpoint.pending import settle
+from fullshard.checkpoint.pending import await_save
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.c10d import drop_transports
 from fullshard.comm.fault_domain import fault_domain
@@ -268,7 +268,7 @@ def leave(error: BaseException | None) -> None:
     traceback of ``error`` are cleared.
     """
     try:
-        settle()  # ends a background save; on other ranks it runs until theirs ends, too
+        await_save()  # ends a background save; on other ranks it runs until theirs ends, too
     except FullshardError as failure:
         log.warning("a checkpoint was not completed: %s", failure)
     _clear_frames(error)

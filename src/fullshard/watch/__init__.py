@@ -5,7 +5,7 @@ In a step without faults, only a thread runs here, which reads a counter in the 
 
 from __future__ import annotations
 
-from fullshard.watch.reporting import begin, report_failure, report_half_step, settle
+from fullshard.watch.reporting import await_verdict, begin, report_failure, report_half_step
 from fullshard.watch.step import HalfStep, Step, steps
 from fullshard.watch.watcher import watcher
 
@@ -15,7 +15,7 @@ __all__ = [
     "begin",
     "report_failure",
     "report_half_step",
-    "settle",
+    "await_verdict",
     "steps",
     "watcher",
 ]

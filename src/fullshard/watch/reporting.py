@@ -17,7 +17,7 @@ from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Failure, Step, described, steps
 from fullshard.watch.watcher import ASK_S, Watcher, begin_watching, newest, watcher
 
-__all__ = ["begin", "explain", "report_failure", "report_half_step", "settle"]
+__all__ = ["await_verdict", "begin", "explain", "report_failure", "report_half_step"]
 
 _PAUSE_S = 0.02
 
@@ -46,15 +46,16 @@ def _text(of: Ledger) -> tuple[object, ...]:
     return of.era.error().args
 
 
-def settle() -> None:
-    """Settle failed steps with the other ranks before a step begins or a collective is issued.
+def await_verdict() -> None:
+    """Report failed steps to the other ranks and wait for the verdict.
 
-    Either all ranks failed at the same place, or the other ranks learn of it and drop the step.
+    Call this before a step begins or a collective is issued. Either all ranks failed at the same
+    place, or the other ranks learn of the failure and drop the step.
     """
     watching, domain = watcher(), fault_domain()
-    if not domain.is_unsettled or watching is None:
+    if not domain.has_unreported_failure or watching is None:
         return
-    domain.is_unsettled = False
+    domain.has_unreported_failure = False
     _ask_until(watching, lambda: not any(step.failure for step in steps()))
 
 
@@ -68,7 +69,7 @@ def report_half_step(step: Step) -> Exception | None:
     if era is None:
         return None
     failure = step.failure
-    settle()
+    await_verdict()
     step.failure = None
     fault_domain().era.clear_deferred()
     if era.error is not None:
@@ -130,5 +131,5 @@ def begin() -> None:
     """Watch the job from now on, until its default process group is destroyed."""
     if begin_watching():
         domain = fault_domain()
-        domain.explain, domain.settle = explain, settle
+        domain.explain, domain.await_verdict = explain, await_verdict
         _install_hooks()

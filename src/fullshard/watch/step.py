@@ -130,7 +130,7 @@ class Step:
                 f"an exception, {half_step.place}", time.monotonic(), is_half_stepped=True
             )
             self.domain = fault_domain()
-            self.domain.is_unsettled = True
+            self.domain.has_unreported_failure = True
             return self.domain.era
 
     @property
@@ -165,7 +165,7 @@ class Step:
                 self.failure = Failure(f"{what}, {self.place}", self.failed_at_s)
                 with _lock:
                     _failed.add(self)
-                fault_domain().is_unsettled = True
+                fault_domain().has_unreported_failure = True
             self.is_open = False
             if was_open and not failed:
                 self.place = ""
