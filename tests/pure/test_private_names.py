@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fullshard import _torch
 from fullshard._torch.names import VERSION
 from fullshard.compat.flat_states import WRAPPER_ATTRIBUTES
-from fullshard.compat.views import View, torch_object
+from fullshard.compat.views import View, torch_name
 from fullshard.errors import UnsupportedError
 from tests.private_names import (
     END_USED,
@@ -46,7 +46,7 @@ SOME = {"_fsdp_param_groups", "_reset_iter_state", "mp_policy", "reduce_scatter_
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_names_of_views_are_pytorchs(view: type[View]) -> None:
-    theirs = names_in(torch_object(view.stands_for)) | SOME
+    theirs = names_in(torch_name(view.stands_for)) | SOME
     assert set(view.shown) <= theirs
     assert set(view.instead) <= theirs
     assert not set(view.instead) & set(view.shown)
@@ -55,7 +55,7 @@ def test_names_of_views_are_pytorchs(view: type[View]) -> None:
 @pytest.mark.parametrize("view", VIEWS)
 def test_what_the_table_refuses_raises_and_says_what_to_use(view: type[View]) -> None:
     one = view("nothing")
-    assert isinstance(one, torch_object(view.stands_for))
+    assert isinstance(one, torch_name(view.stands_for))
     for name, instead in view.instead.items():
         with pytest.raises(UnsupportedError) as caught:
             getattr(one, name, None)

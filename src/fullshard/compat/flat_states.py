@@ -15,7 +15,7 @@ from torch import nn
 
 from fullshard import wrap
 from fullshard.compat.states import state_in_machine
-from fullshard.compat.views import View, originals, torch_file, torch_object
+from fullshard.compat.views import View, originals, torch_file, torch_name
 from fullshard.errors import UnsupportedError
 from fullshard.flat import FullyShardedDataParallel
 from fullshard.frontend.flat_param import FlatParameter
@@ -71,7 +71,7 @@ def _flat_param(fsdp: FullyShardedDataParallel) -> nn.Parameter:
 
 
 def _training_state(fsdp: FullyShardedDataParallel) -> Any:
-    states = torch_object("_common_utils.TrainingState")
+    states = torch_name("_common_utils.TrainingState")
     if fsdp._unit.is_lent:
         return states.SUMMON_FULL_PARAMS
     in_use = state_in_machine(fsdp._unit).holds & IN_USE
@@ -79,7 +79,7 @@ def _training_state(fsdp: FullyShardedDataParallel) -> Any:
 
 
 def _handle_training_state(fsdp: FullyShardedDataParallel) -> Any:
-    states = torch_object("_common_utils.HandleTrainingState")
+    states = torch_name("_common_utils.HandleTrainingState")
     if fsdp._unit.is_lent:
         return states.SUMMON_FULL_PARAMS
     holds = state_in_machine(fsdp._unit).holds & IN_USE
@@ -89,7 +89,7 @@ def _handle_training_state(fsdp: FullyShardedDataParallel) -> Any:
 
 
 def _handle_strategy(fsdp: FullyShardedDataParallel) -> Any:
-    return torch_object("_flat_param.HandleShardingStrategy")[fsdp.sharding_strategy.name]
+    return torch_name("_flat_param.HandleShardingStrategy")[fsdp.sharding_strategy.name]
 
 
 Shown = Mapping[str, Callable[[FullyShardedDataParallel], object]]

@@ -1,6 +1,6 @@
 """The base of read-only views, which take the place of objects of PyTorch's private classes.
 
-``torch_object`` and ``originals`` give PyTorch's own objects.
+``torch_name`` and ``originals`` give PyTorch's own objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def torch_file(name: str) -> ModuleType | None:
     return None
 
 
-def torch_object(path: str) -> Any:
+def torch_name(path: str) -> Any:
     """Return an object of ``torch.distributed.fsdp``, imported now: "_flat_param.FlatParamHandle".
 
     Raises:
@@ -58,7 +58,7 @@ class View:
     """
 
     stands_for: ClassVar[str]
-    """PyTorch's class, as in ``torch_object``."""
+    """PyTorch's class, as in ``torch_name``."""
     shown: ClassVar[Mapping[str, Callable[..., object]]]
     """Names to read -> functions of the objects that the view was made of."""
     instead: ClassVar[Mapping[str, str]] = {}
@@ -67,12 +67,12 @@ class View:
     _of: tuple[Any, ...]
 
     def __init__(self, *of: object) -> None:
-        torch_object(self.stands_for)  # raises here instead of in ``isinstance``
+        torch_name(self.stands_for)  # raises here instead of in ``isinstance``
         object.__setattr__(self, "_of", of)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return torch_object(self.stands_for)
+        return torch_name(self.stands_for)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other._of == self._of
