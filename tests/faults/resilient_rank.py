@@ -201,6 +201,7 @@ def work(plan: Plan, member: int, folder: str, port: int) -> None:
         "FULLSHARD_SHARED_MEMORY": plan.wire.value,
     }
     diary = Diary(root, member)
+    logging.getLogger("fullshard").setLevel(logging.INFO)
     logging.getLogger("fullshard").addHandler(_Copying(diary))
     ended: dict[str, Any] = {"kind": "", "text": ""}
     try:

@@ -37,7 +37,7 @@ class Point:
 
 class Heard(logging.Handler):
     def __init__(self) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__(logging.INFO)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -50,7 +50,9 @@ def on_device() -> Iterator[tuple[Ledger, threading.Event, Heard]]:
     group, heard, aborted = dist.group.WORLD, Heard(), threading.Event()
     assert group is not None
     ledger = ledger_of(group)
-    logging.getLogger("fullshard").addHandler(heard)
+    logger = logging.getLogger("fullshard")
+    logger.addHandler(heard)
+    logger.setLevel(logging.INFO)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", str(PATIENCE_S))
         patch.setattr(ledger, "aborts", aborted.set)
@@ -60,7 +62,8 @@ def on_device() -> Iterator[tuple[Ledger, threading.Event, Heard]]:
         try:
             yield ledger, aborted, heard
         finally:
-            logging.getLogger("fullshard").removeHandler(heard)
+            logger.removeHandler(heard)
+            logger.setLevel(logging.NOTSET)
             dist.barrier()
 
 
