@@ -25,7 +25,6 @@ from fullshard.tensors import (
     SpmdMesh,
     parallel_spec_of,
     shard_place,
-    spmd_shard_place,
 )
 from tests.ranks.pool import RankPool
 from tests.versions import TORCH
@@ -158,7 +157,7 @@ def lies_as_in_torch() -> None:
         linear.weight = nn.Parameter(distribute(linear.weight.detach(), mesh, placed))
         spec = spec_of(linear.weight, spmd=spmd)
         fsdp.fully_shard(linear, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims))
-        place = spmd_shard_place(spec, spmd, 0)
+        place = shard_place(spec, spmd.data_parallel, 0 if spmd.shard else None, spmd)
         assert place == (linear.weight.device_mesh, linear.weight.placements)
 
 
@@ -177,7 +176,8 @@ def puts_together(dp_names: str, tp_names: str, placements: list[Placement]) -> 
             whole = rows(size, 5) if dim == 0 else rows(5, size)
             spec = spec_of(distribute(whole, tp, placements))
             place = shard_place(spec, dp, dim)
-            assert place.mesh == mesh
+            assert place.divides(whole.shape)
+            assert set(place.mesh.mesh_dim_names or ()) == set(mesh.mesh_dim_names or ())
             local = distribute(whole, tp, placements).to_local()
             assert torch.equal(shown(chunk(local, dp, dim), place, whole).full_tensor(), whole)
 
@@ -212,7 +212,11 @@ def strides() -> None:
     assert shard_place(both, mesh["dp"], 1).placements == (Shard(1), Shard(0), Shard(0))
     assert shard_place(both, mesh["dp"], None).placements == (Replicate(), Shard(0), Shard(0))
     mesh = mesh_of("rep dp tp", 1, 2, 2)
-    one = spec_of(distribute(rows(8), mesh["tp"], [Shard(1)]))
+    uneven = spec_of(distribute(rows(8, 3), mesh["tp"], [Shard(1)]))
+    place = shard_place(uneven, mesh["rep", "dp"], 1)
+    assert place.mesh.mesh_dim_names == ("rep", "tp", "dp")
+    assert place.placements == (Replicate(), Shard(1), Shard(1))
+    one = spec_of(distribute(rows(8, 4), mesh["tp"], [Shard(1)]))
     assert shard_place(one, mesh["rep", "dp"], 1).placements == (
         Replicate(),
         _dtensor.StridedShard(1, split_factor=2),

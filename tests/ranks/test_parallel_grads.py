@@ -21,10 +21,10 @@ from fullshard.errors import ProtocolError
 from fullshard.tensors import (
     ParallelSpec,
     SpmdMesh,
-    joint_mesh,
     local_gradients,
     parallel_spec_of,
 )
+from fullshard.tensors.parallel_mesh import joint_mesh
 from tests.ranks.models import Counted
 from tests.ranks.pool import RankPool
 from tests.ranks.test_parallel import mesh_of, rows, spec_of

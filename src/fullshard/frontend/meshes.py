@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.comm import (
     Collectives,
@@ -24,12 +24,9 @@ from fullshard.tensors import (
     RaggedShard,
     ShardPlace,
     SpmdMesh,
-    joint_mesh,
     names_of,
     parallel_spec_of,
-    place_in_order_of_cuts,
     shard_place,
-    spmd_shard_place,
 )
 
 
@@ -132,32 +129,13 @@ class DataMesh:
         Raises:
             ConfigError, UnsupportedError: if the parameter's mesh does not fit ours.
         """
-        if spec is None:
-            placement = cut if isinstance(cut, RaggedShard) else Shard(cut)
-            return ShardPlace(self.mesh, self._placements(placement))
-        if isinstance(cut, RaggedShard):
-            return self._place_ragged(spec, cut)
-        if self.spmd is not None:
-            usual = spmd_shard_place(spec, self.spmd, cut)
-        else:
-            usual = shard_place(spec, self.mesh, None if self.shard_dim is None else cut)
-        if self.shard_dim is None or usual.divides(spec.shape):
-            return usual
-        dim = self.replicate_dim
-        replicate = None if dim is None else mesh_of_dim(self.mesh, dim)
-        return place_in_order_of_cuts(spec, replicate, mesh_of_dim(self.mesh, self.shard_dim), cut)
-
-    def _place_ragged(self, spec: ParallelSpec, cut: RaggedShard) -> ShardPlace:
-        """Return the place of intervals of local tensors; their mesh dim is left of the others."""
-        own = self._placements(cut)
-        if len(spec.dp_dims) == spec.mesh.ndim:
-            return ShardPlace(self.mesh, own)
-        others = spec.over_others
-        return ShardPlace(joint_mesh(self.mesh, others.mesh), (*own, *others.placements))
-
-    def _placements(self, cut: Placement) -> tuple[Placement, ...]:
+        if spec is not None:
+            dim = cut if self.shard_dim is not None or isinstance(cut, RaggedShard) else None
+            return shard_place(spec, self.mesh, dim, self.spmd)
+        placement = cut if isinstance(cut, RaggedShard) else Shard(cut)
         dims = range(self.mesh.ndim)
-        return tuple(cut if dim == self.shard_dim else Replicate() for dim in dims)
+        placements = (placement if dim == self.shard_dim else Replicate() for dim in dims)
+        return ShardPlace(self.mesh, tuple(placements))
 
 
 def checked_mesh(mesh: Any, dp_mesh_dims: Any = None) -> DataMesh:

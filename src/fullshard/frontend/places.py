@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard._torch import dtensor as _dtensor
 from fullshard._torch import nn as _nn
 from fullshard.engine import Bucket, Unit
 from fullshard.errors import ConfigError, ProtocolError
@@ -382,10 +383,9 @@ class _CannotTakeOver(ConfigError, ProtocolError):
 
 def _alike(one: Any, other: Any) -> bool:
     """Return whether two sharded parameters have the same shape, placements and mesh."""
-    return all(
-        getattr(one, name, None) == getattr(other, name, None)
-        for name in ("shape", "placements", "device_mesh")
-    )
+    if isinstance(one, DTensor) and isinstance(other, DTensor):
+        return _dtensor.are_placed_alike(one, other)
+    return bool(one.shape == other.shape)
 
 
 class Held(NamedTuple):

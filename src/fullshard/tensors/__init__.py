@@ -30,12 +30,10 @@ from fullshard.tensors.parallel import (
     ParallelSpec,
     ShardPlace,
     parallel_spec_of,
-    place_in_order_of_cuts,
     shard_place,
-    spmd_shard_place,
 )
 from fullshard.tensors.parallel_grads import local_gradients
-from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh, names_of
+from fullshard.tensors.parallel_mesh import SpmdMesh, names_of
 from fullshard.tensors.parts import Spread, coordinates_near, region_of, spread_of
 from fullshard.tensors.ragged_cut import is_on_one_rank, is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard

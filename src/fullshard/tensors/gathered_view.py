@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fullshard._torch import dtensor as _dtensor
 from fullshard._torch import memory as _memory
 from fullshard.errors import UnsupportedError
-from fullshard.tensors.own_parts import gathered, is_partial, own_part_of, replicated
+from fullshard.tensors.own_parts import gathered, is_partial, part_like, replicated
 from fullshard.tensors.random import RANDOM_FILLS
 
 aten = torch.ops.aten
@@ -134,7 +134,7 @@ def _write_back(op: Any, view: GatheredView) -> None:
     ).zero_()
     start = local.storage_offset() - memory.storage_offset()
     is_written.as_strided(local.shape, local.stride(), start).fill_(True)
-    own, is_own = own_part_of(op, memory, parts), own_part_of(op, is_written, parts)
+    own, is_own = part_like(memory, parts, op), part_like(is_written, parts, op)
     target = _dtensor.local_of(parts)
     target.copy_(torch.where(is_own, own, target))
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard._torch import dtensor as _dtensor
-from fullshard.errors import UnsupportedError
+from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors.parts import coordinate_in, own_part
 
 
@@ -29,32 +29,37 @@ def gathered(value: Any) -> Any:
         return cast("DTensor", value.detach()).full_tensor()
 
 
-def own_part_of(op: Any, whole: Tensor, target: DTensor) -> Tensor:
-    """Return this rank's part of ``whole``, cut by the placements of ``target``.
+class _OtherCut(UnsupportedError, ConfigError):
+    """The error for a local tensor that is cut in another way than its placements say."""
+
+
+def part_like(whole: Tensor, like: DTensor, op: object = "load") -> Tensor:
+    """Return this rank's part of ``whole``, cut by the placements of ``like``; no communication.
 
     Args:
+        whole: a plain tensor of the global shape of ``like``.
+        like: a DTensor without Partial placements, ragged or not.
         op: the operation, for the error message.
-        whole: a plain tensor of the global shape of ``target``.
-        target: a DTensor without Partial placements.
 
     Raises:
-        UnsupportedError: if the local tensor of ``target`` has another shape than this part.
+        UnsupportedError, ConfigError: the local tensor of ``like`` has another shape than this
+            part (both).
     """
-    mesh, placements = target.device_mesh, target.placements
+    mesh, placements = like.device_mesh, like.placements
     part = own_part(whole, placements, mesh.shape, coordinate_in(mesh))
-    held = _dtensor.local_of(target).shape
+    held = _dtensor.local_of(like).shape
     if part.shape != held:
-        raise UnsupportedError(
-            f"{op}: this rank holds {tuple(held)} of a DTensor of shape {tuple(target.shape)}, "
+        raise _OtherCut(
+            f"{op}: this rank holds {tuple(held)} of a DTensor of shape {tuple(like.shape)}, "
             f"where {placements} on a mesh of shape {tuple(mesh.shape)} say {tuple(part.shape)}; "
-            "fill the local tensor itself, or shard evenly"
+            "fill the local tensor itself, save and load it sharded, or shard evenly"
         )
     return part
 
 
 def keep_own_part(op: Any, whole: Tensor, target: DTensor) -> DTensor:
     """Write this rank's part of ``whole`` into ``target``, and return ``target``."""
-    _dtensor.local_of(target).copy_(own_part_of(op, whole, target))
+    _dtensor.local_of(target).copy_(part_like(whole, target, op))
     return target
 
 

@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard._torch import dtensor as _dtensor
+from fullshard.comm import mesh_of_dim
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors.parallel_mesh import SpmdMesh, joined_in_order, joint_mesh
+from fullshard.tensors.ragged_shard import RaggedShard
 
 
 @dataclass(frozen=True)
@@ -164,54 +166,64 @@ class ShardPlace(NamedTuple):
         return True
 
 
-def shard_place(spec: ParallelSpec, dp: DeviceMesh, dim: int | None) -> ShardPlace:
-    """Return the place of local tensors that are cut on ``dim`` over ``dp`` like ``torch.chunk``.
+def shard_place(
+    spec: ParallelSpec,
+    dp: DeviceMesh,
+    cut: int | RaggedShard | None,
+    spmd: SpmdMesh | None = None,
+) -> ShardPlace:
+    """Return the place of local tensors that are cut over ``dp``.
+
+    The mesh joins the data-parallel dims and the others. A tensor-parallel mesh follows ``dp``, and
+    always follows intervals. On a full mesh, the cut is at the position of the shard dim; several
+    shard dims become one flattened dim. A cut that DTensor calls strided, and that does not divide
+    the tensor evenly, moves behind the dims that cut before it: every part of DTensor supports
+    that order, see ``ShardPlace.divides``.
 
     Args:
-        spec: placement of a parameter on a tensor-parallel mesh.
+        spec: placement of a parameter before data parallelism.
         dp: mesh whose last dim shards; a dim before the last replicates.
-        dim: tensor dim, not negative; None if ``dp`` only replicates.
+        cut: the tensor dim, not negative, that is cut like ``torch.chunk``, or intervals of the
+            local tensor; None if ``dp`` only replicates.
+        spmd: the full mesh of ``spec``, if its data-parallel dims were named.
 
     Raises:
         ConfigError, UnsupportedError: if the meshes do not fit, see ``joint_mesh``.
     """
-    mesh = joint_mesh(dp, spec.mesh)
-    cut = Replicate() if dim is None else _cut(dim, spec.mesh, spec.placements)
-    return ShardPlace(mesh, (*([Replicate()] * (dp.ndim - 1)), cut, *spec.placements))
+    replicas = (Replicate(),) * (dp.ndim - 1)
+    if isinstance(cut, RaggedShard):
+        if len(spec.dp_dims) == spec.mesh.ndim:
+            return ShardPlace(dp, (*replicas, cut))
+        others = spec.over_others
+        return ShardPlace(joint_mesh(dp, others.mesh), (*replicas, cut, *others.placements))
+    if cut is None and spmd is not None:
+        return ShardPlace(spmd.full, spec.placements)
+    if cut is None:
+        return ShardPlace(joint_mesh(dp, spec.mesh), (*replicas, Replicate(), *spec.placements))
+    if spmd is None:
+        placement = _cut(cut, spec.mesh, spec.placements)
+        usual = ShardPlace(joint_mesh(dp, spec.mesh), (*replicas, placement, *spec.placements))
+    else:
+        usual = _on_full_mesh(spec, spmd, cut)
+    if usual.divides(spec.shape):
+        return usual
+    others = spec.over_others
+    meshes = [mesh_of_dim(dp, dim) for dim in range(dp.ndim)]
+    mesh = joined_in_order((*meshes[:-1], others.mesh, meshes[-1]))
+    return ShardPlace(mesh, (*replicas, *others.placements, Shard(cut)))
 
 
-def spmd_shard_place(spec: ParallelSpec, spmd: SpmdMesh, dim: int) -> ShardPlace:
-    """Return the place of local tensors, cut as in ``shard_place``, of a full-mesh parameter.
-
-    A single shard dim is cut at its position in the mesh; several become one flattened dim.
-    """
+def _on_full_mesh(spec: ParallelSpec, spmd: SpmdMesh, dim: int) -> ShardPlace:
     names = spmd.full.mesh_dim_names or ()
     placed = dict(zip(names, spec.placements, strict=True))
-    if not spmd.shard_names:
-        return ShardPlace(spmd.full, spec.placements)
-    first = names.index(spmd.shard_names[0]) + 1
     # Mesh dims to the left cut the tensor first, in DTensor's order and in ours.
-    cut = _cut(dim, spec.mesh, spec.placements, first)
+    placement = _cut(dim, spec.mesh, spec.placements, names.index(spmd.shard_names[0]) + 1)
     if len(spmd.shard_names) == 1:
-        placed[spmd.shard_names[0]] = cut
+        placed[spmd.shard_names[0]] = placement
         return ShardPlace(spmd.full, tuple(placed.values()))
-    flattened = [Replicate(), cut] if spmd.replicate_names else [cut]
+    flattened = [Replicate(), placement] if spmd.replicate_names else [placement]
     along = spmd.across(lambda name: [placed[name]], flattened)
     return ShardPlace(spmd.sharded, tuple(one for some in along for one in some))
-
-
-def place_in_order_of_cuts(
-    spec: ParallelSpec, replicate: DeviceMesh | None, shard: DeviceMesh, dim: int
-) -> ShardPlace:
-    """Return an equivalent place that every part of DTensor supports, whatever the sizes.
-
-    The mesh of this place has another order of dims: the data-parallel dim is to the right of dims
-    that cut the tensor first. Use it for shapes that ``ShardPlace.divides`` rejects.
-    """
-    others = spec.over_others
-    meshes = [replicate] if replicate is not None else []
-    mesh = joined_in_order((*meshes, others.mesh, shard))
-    return ShardPlace(mesh, (*([Replicate()] * len(meshes)), *others.placements, Shard(dim)))
 
 
 def _cut(dim: int, mesh: DeviceMesh, placements: Sequence[Placement], first: int = 0) -> Placement:

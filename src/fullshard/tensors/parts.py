@@ -56,14 +56,16 @@ def own_part(
     """Return the part of ``whole`` at ``coordinate``, see ``region_of``.
 
     Returns:
-        A view of ``whole``, or a copy if the part has gaps; parts may be uneven or empty.
+        A view of ``whole``, or a copy if the part has gaps; parts may be uneven or empty. An
+        interval, of ``RaggedShard``, is 1-D.
     """
+    region = region_of(whole.shape, placements, mesh_shape, coordinate)
     part = whole
-    for dim, intervals in enumerate(
-        region_of(whole.shape, placements, mesh_shape, coordinate).dims
-    ):
+    for dim, intervals in enumerate(region.dims):
         pieces = [part.narrow(dim, *one) for one in intervals]
         part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    if any(isinstance(placement, RaggedShard) for placement in placements):
+        return part.reshape(-1)[region.start : region.stop]
     return part
 
 

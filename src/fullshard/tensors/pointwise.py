@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 def _on_locals(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Apply ``op`` to a DTensor, and to operands that are placed alike or numbers."""
-    if is_partial(target) or not all(_fits(arg, target) for arg in args):
+    if is_partial(target) or not all(fits(arg, target) for arg in args):
         return _dtensor.default_dtensor_op(op, args, kwargs)
     result = op(*map(_local, args), **kwargs)
     return target if result is _dtensor.local_of(target) else _dtensor.dtensor_like(target, result)
@@ -47,17 +47,22 @@ def _placed_like(target: Tensor, local: Tensor) -> Tensor:
     return _dtensor.dtensor_like(target, local) if isinstance(target, DTensor) else local
 
 
-def _fits_each(arg: Any, targets: Iterable[Tensor]) -> bool:
-    return all(map(_fits, arg, targets)) if _is_list(arg) else not isinstance(arg, Tensor)
+def fits(operand: Any, target: Tensor) -> bool:
+    """Return whether ``operand`` is placed like ``target``, or is one number on all ranks.
 
-
-def _fits(operand: Any, target: Tensor) -> bool:
-    """Return whether ``operand`` is placed like ``target``, or one number for all ranks."""
+    A plain ``target`` goes with plain tensors of any shape.
+    """
     if isinstance(operand, DTensor):
-        return isinstance(target, DTensor) and _dtensor.are_placed_alike(operand, target)
+        if isinstance(target, DTensor) and _dtensor.are_placed_alike(operand, target):
+            return True
+        return operand.dim() == 0 and all(one.is_replicate() for one in operand.placements)
     if isinstance(operand, Tensor):
-        return not operand.dim() or not isinstance(target, DTensor)
+        return operand.dim() == 0 or not isinstance(target, DTensor)
     return True
+
+
+def _fits_each(arg: Any, targets: Iterable[Tensor]) -> bool:
+    return all(map(fits, arg, targets)) if _is_list(arg) else not isinstance(arg, Tensor)
 
 
 def _local(operand: Any) -> Any:

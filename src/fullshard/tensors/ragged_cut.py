@@ -9,19 +9,17 @@ ranks along the ragged mesh dim divide the tp part's elements, in row-major orde
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import add
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError
-from fullshard.layout.region import Box, Interval, boxes
-from fullshard.tensors.parts import chunk_of, coordinate_in
+from fullshard.layout.region import Box, Interval, Region
+from fullshard.tensors.parts import coordinate_in, region_of
 from fullshard.tensors.ragged_shard import RaggedShard
 
 
@@ -44,23 +42,34 @@ class RaggedCut:
 
     Attributes:
         mesh_dim: the mesh dim along which intervals follow each other.
-        tp_placements: placements of the tp part alone, one for each mesh dim.
-        tp_shape: shape of the tp part, which is the full tensor without tensor parallelism.
-        tp_offsets: offsets of the tp part in the full tensor.
         ragged: the placement along ``mesh_dim``.
-        interval: elements of the tp part that this rank holds.
+        region: this rank's elements; the grid of the region is the tp part.
+        tp_placements: placements of the tp part alone, one for each mesh dim.
         is_first: True if the rank is the first on every mesh dim.
         is_first_copy: True if the rank is the first of the ranks with copies of one tp part.
     """
 
     mesh_dim: int
-    tp_placements: tuple[Placement, ...]
-    tp_shape: tuple[int, ...]
-    tp_offsets: tuple[int, ...]
     ragged: RaggedShard
-    interval: Interval
+    region: Region
+    tp_placements: tuple[Placement, ...]
     is_first: bool
     is_first_copy: bool
+
+    @property
+    def tp_shape(self) -> tuple[int, ...]:
+        """Shape of the tp part, which is the full tensor without tensor parallelism."""
+        return self.region.grid
+
+    @property
+    def tp_offsets(self) -> tuple[int, ...]:
+        """Offsets of the tp part in the full tensor."""
+        return tuple(own.start for (own,) in self.region.dims)
+
+    @property
+    def interval(self) -> Interval:
+        """Elements of the tp part that this rank holds."""
+        return Interval(self.region.start, self.region.numel)
 
     @property
     def has_tp(self) -> bool:
@@ -71,16 +80,9 @@ class RaggedCut:
     def boxes(self) -> tuple[Box, ...]:
         """This rank's elements as boxes of the full tensor, in the order of the interval."""
         return tuple(
-            Box(tuple(map(add, box.offsets, self.tp_offsets)), box.sizes)
-            for box in boxes(self.tp_shape, *self.interval)
+            Box(tuple(one.start for one in box), tuple(one.length for one in box))
+            for box in self.region.boxes()
         )
-
-    def tp_part(self, whole: Tensor) -> Tensor:
-        """Return a view of the tp part of ``whole``."""
-        part = whole
-        for dim, (start, length) in enumerate(zip(self.tp_offsets, self.tp_shape, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
 
     def own_part(self, tp_part: Tensor) -> Tensor:
         """Return this rank's interval of ``tp_part`` as a 1-D tensor."""
@@ -106,34 +108,26 @@ def _cut(
     coordinate: tuple[int, ...],
 ) -> RaggedCut:
     mesh_dim = _ragged_dim(placements)
-    tp_shape, tp_offsets = list(shape), [0] * len(shape)
-    is_first_copy = True
-    for dim in range(mesh_dim + 1, len(placements)):
-        placement = placements[dim]
-        if isinstance(placement, Shard):
-            held = chunk_of(tp_shape[placement.dim], mesh_shape[dim], coordinate[dim])
-            tp_shape[placement.dim] = held.length
-            tp_offsets[placement.dim] += held.start
-        else:
-            is_first_copy &= coordinate[dim] == 0
     ragged = placements[mesh_dim]
     assert isinstance(ragged, RaggedShard)
-    numel = math.prod(tp_shape)
-    if (ragged.num_ranks, ragged.numel) != (mesh_shape[mesh_dim], numel):
+    tp_placements = (*[Replicate()] * (mesh_dim + 1), *placements[mesh_dim + 1 :])
+    tp_part = region_of(shape, tp_placements, mesh_shape, coordinate)
+    if (ragged.num_ranks, ragged.numel) != (mesh_shape[mesh_dim], tp_part.numel):
         raise ConfigError(
             f"RaggedTensor of shape {shape}: {ragged} on mesh dim {mesh_dim} cuts {ragged.numel} "
-            f"elements for {ragged.num_ranks} ranks; expected a cut of the {numel} elements of "
-            f"{tuple(tp_shape)}, this rank's tensor-parallel part, for {mesh_shape[mesh_dim]} ranks"
+            f"elements for {ragged.num_ranks} ranks; expected a cut of the {tp_part.numel} "
+            f"elements of {tp_part.grid}, this rank's tensor-parallel part, for "
+            f"{mesh_shape[mesh_dim]} ranks"
         )
+    own = ragged.interval(coordinate[mesh_dim])
+    copies = zip(tp_placements[mesh_dim + 1 :], coordinate[mesh_dim + 1 :], strict=True)
     return RaggedCut(
         mesh_dim=mesh_dim,
-        tp_placements=(*[Replicate()] * (mesh_dim + 1), *placements[mesh_dim + 1 :]),
-        tp_shape=tuple(tp_shape),
-        tp_offsets=tuple(tp_offsets),
         ragged=ragged,
-        interval=ragged.interval(coordinate[mesh_dim]),
+        region=tp_part.part(own.start, own.stop),
+        tp_placements=tp_placements,
         is_first=not any(coordinate),
-        is_first_copy=is_first_copy,
+        is_first_copy=not any(at for one, at in copies if not isinstance(one, Shard)),
     )
 
 

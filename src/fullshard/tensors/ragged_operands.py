@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import RaggedOperationError
+from fullshard.tensors.pointwise import fits
 from fullshard.tensors.ragged_cut import is_ragged
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # op, args, kwargs
@@ -29,27 +30,12 @@ def operand(op: Any, arg: Any, like: Tensor) -> Any:
     Raises:
         RaggedOperationError: if ``arg`` is a tensor with dims that is not cut like ``like``.
     """
-    if not isinstance(arg, Tensor):
-        return arg
-    if isinstance(arg, DTensor):
-        if isinstance(like, DTensor) and _lies_like(arg, like):
-            return _dtensor.local_of(arg)
-        if arg.dim() == 0 and all(placement.is_replicate() for placement in arg.placements):
-            return _dtensor.local_of(arg)
-    elif arg.dim() == 0 or not isinstance(like, DTensor):
-        return arg
+    if fits(arg, like):
+        return _dtensor.local_of(arg) if isinstance(arg, DTensor) else arg
     raise RaggedOperationError(
         f"{op}: got {_described(arg)} beside {_described(like)}; expected a tensor cut into the "
         "same intervals on the same mesh, or one without dims. Bring both to one form first, such "
         "as by redistribute() or full_tensor()"
-    )
-
-
-def _lies_like(one: DTensor, other: DTensor) -> bool:
-    return (
-        one.placements == other.placements
-        and one.shape == other.shape
-        and one.device_mesh == other.device_mesh
     )
 
 

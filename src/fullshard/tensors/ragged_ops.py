@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
-from fullshard.tensors.own_parts import gathered
+from fullshard.tensors.own_parts import part_like
 from fullshard.tensors.ragged_cut import cut_of, is_ragged
 from fullshard.tensors.ragged_operands import Handler, first_ragged, operand, refusal
 from fullshard.tensors.ragged_whole import WHOLE_HANDLERS
-from fullshard.tensors.random import RANDOM_FILLS, RANDOM_LIKE
+from fullshard.tensors.random import RANDOM_FILLS, RANDOM_HANDLERS, RANDOM_LIKE
 
 aten = torch.ops.aten
 
@@ -132,14 +132,9 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             part = cut.own_part(part)
         _dtensor.local_of(target).copy_(part, *args[2:], **kwargs)
     else:
-        _dtensor.local_of(target).copy_(_own_part(source, target), *args[2:], **kwargs)
+        part = part_like(source.expand(target.shape), target, op)
+        _dtensor.local_of(target).copy_(part, *args[2:], **kwargs)
     return target
-
-
-def _own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """Return this rank's elements of ``whole``, which must broadcast to the shape of ``like``."""
-    cut = cut_of(like)
-    return cut.own_part(cut.tp_part(whole.expand(like.shape)))
 
 
 def _made_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,23 +174,9 @@ def _same_shape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _dtensor.dtensor_like(args[0], _dtensor.local_of(args[0]).detach())
 
 
-def _random_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _drawn_in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the full tensor and keep the interval, for the values of the unsharded model."""
-    target = args[0]
-    local = _dtensor.local_of(target)
-    whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
-    op(whole, *map(gathered, args[1:]), **kwargs)
-    if not local.is_meta:
-        local.copy_(_own_part(whole, target))
-    return target
-
-
-def _random_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like = args[0]
-    device = kwargs.get("device") or _dtensor.local_of(like).device
-    template = torch.empty(like.shape, dtype=like.dtype, device="meta")
-    whole = op(template, *args[1:], **{**kwargs, "device": device})
-    return _dtensor.dtensor_like(like, _own_part(whole, like).clone())
+    return RANDOM_HANDLERS[op](op, args[0], args, kwargs)
 
 
 _HANDLERS: dict[Any, Handler] = {
@@ -235,6 +216,5 @@ _HANDLERS: dict[Any, Handler] = {
         _in_place,
     ),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _same_shape),
-    **dict.fromkeys(RANDOM_FILLS, _random_fill),
-    **dict.fromkeys(RANDOM_LIKE, _random_like),
+    **dict.fromkeys((*RANDOM_FILLS, *RANDOM_LIKE), _drawn_in_full),
 }

@@ -22,7 +22,7 @@ from fullshard.tensors.own_parts import (
     gathered,
     is_partial,
     keep_own_part,
-    own_part_of,
+    part_like,
     replicated,
 )
 
@@ -69,14 +69,14 @@ def _draw_like(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str
     like = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="meta")
     device = kwargs.get("device") or _dtensor.local_of(target).device
     whole = op(like, *args[1:], **{**kwargs, "device": device})
-    return _dtensor.dtensor_like(target, own_part_of(op, whole, target).clone())
+    return _dtensor.dtensor_like(target, part_like(whole, target, op).clone())
 
 
 def _draw_from(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     whole = op(gathered(target), *args[1:], **kwargs)
     if whole.shape != target.shape or is_partial(target):
         return replicated(whole, target.device_mesh)
-    return _dtensor.dtensor_like(target, own_part_of(op, whole, target).clone())
+    return _dtensor.dtensor_like(target, part_like(whole, target, op).clone())
 
 
 def _ask(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

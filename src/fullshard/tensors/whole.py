@@ -11,33 +11,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard._torch import mesh as _mesh
-from fullshard.errors import ConfigError
+from fullshard.tensors.own_parts import part_like
 from fullshard.tensors.parts import coordinate_in, own_part
-from fullshard.tensors.ragged_cut import cut_of, is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
-
-
-def part_like(whole: Tensor, like: DTensor) -> Tensor:
-    """Return this rank's part of ``whole``, cut by the placements of ``like``; no communication.
-
-    Raises:
-        ConfigError: if this part and the local tensor of ``like`` have different shapes.
-    """
-    if is_ragged(like):
-        cut = cut_of(like)
-        part = cut.own_part(cut.tp_part(whole))
-    else:
-        mesh = like.device_mesh
-        part = own_part(whole, like.placements, mesh.shape, coordinate_in(mesh))
-    local = _dtensor.local_of(like)
-    if part.shape != local.shape:
-        raise ConfigError(
-            f"this rank holds {tuple(local.shape)} of a tensor of {tuple(like.shape)}, where "
-            f"{like.placements} on a mesh of shape {tuple(like.device_mesh.shape)} say "
-            f"{tuple(part.shape)}: save and load it sharded"
-        )
-    return part
 
 
 def taken_by(like: Tensor, value: Tensor) -> Tensor:
