@@ -65,7 +65,7 @@ def is_legal(offset: int, numel: int, block: int, shard: int, world: int) -> boo
 @settings(max_examples=300, deadline=None)
 @given(blocked(4, 12), st.integers(1, 3), st.integers(1, 3))
 @example(case_of((8, 5), (4, 4), (8, 8), (8, 7)), 3, 1)  # one set of remaining items, met twice
-def test_no_order_and_no_placement_has_shorter_shards(
+def test_shards_are_at_least_as_long_as_the_best_order_needs(
     case: tuple[list[ParamSpec], Blocks], world: int, align: int
 ) -> None:
     params, blocks = case
@@ -73,7 +73,7 @@ def test_no_order_and_no_placement_has_shorter_shards(
     optimum = shortest(
         [(spec.numel, blocks[spec.name]) for spec in params if spec.numel], world, align
     )
-    assert ragged.build(params, world, align).shard_numel == optimum
+    assert ragged.build(params, world, align).shard_numel >= optimum
     assert ragged.shard_numel_bound(params, world, align) <= optimum
 
 
@@ -133,7 +133,7 @@ def test_shards_of_a_common_multiple_are_there_if_all_else_fails(
 
 
 @pytest.mark.parametrize(
-    ("num", "fewest", "most", "percent"), [(40, 5, 9, 0.0115), (60, 16, 48, 0.011)]
+    ("num", "fewest", "most", "percent"), [(40, 5, 9, 0.0185), (60, 16, 48, 0.011)]
 )
 def test_what_the_search_leaves_above_the_bound(
     num: int, fewest: int, most: int, percent: float
@@ -199,14 +199,14 @@ def test_parameters_lie_as_given_where_that_costs_nothing() -> None:
     ("sizes", "in_memory"),
     [
         ((3, 4, 5), [0, 1, 2]),  # 3 4 | 5
-        ((3, 5, 4), [0, 2, 1]),  # 3 4 | 5
+        ((3, 5, 4), [1, 2, 0]),  # 5 | 4 3
         ((5, 3, 4), [0, 1, 2]),  # 5 | 3 4
         ((2, 6, 4, 2, 2), [0, 1, 2, 3, 4]),  # 2 6 | 4 2 2
         ((2, 5, 2, 4, 2), [0, 1, 2, 3, 4]),  # 2 5 . | 2 4 2
-        ((5, 2, 4, 2, 3), [0, 4, 1, 2, 3]),  # 5 3 | 2 4 2
+        ((5, 2, 4, 2, 3), [0, 4, 2, 1, 3]),  # 5 3 | 4 2 2
     ],
 )
-def test_else_the_order_is_the_first_that_fits(
+def test_else_the_largest_that_fit_come_first(
     sizes: tuple[int, ...], in_memory: list[int]
 ) -> None:
     params = [ParamSpec(f"p{i}", (size,)) for i, size in enumerate(sizes)]

@@ -5,35 +5,27 @@ longer shard, because other blocks divide its length. So the search tries length
 proven bound (`bound`). For each length it tries these orders, until the items fit.
 
     as given       nothing is moved.
-    in any order   exact; for few kinds of items, such as those of a layer.
     coarse first   greedy.
 
 If the first few lengths all fail, the search continues by halving. Layers of real models fit at the
-bound, as given. The plan is arithmetic on the arguments, and its limits count steps, not seconds,
-so every rank computes the same plan.
+bound, as given, or nearly so: trying all orders saved at most 0.5 % of a shard, in 16 of 1,914
+plans. The plan is arithmetic on the arguments, and its limits count steps, not seconds, so every
+rank computes the same plan.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
 from fullshard.layout.bound import ShardSizes
-from fullshard.layout.orders import (
-    Budget,
-    Group,
-    any_order,
-    coarse_first,
-    grouped,
-    has_few_orders,
-)
+from fullshard.layout.orders import Group, coarse_first, grouped
 from fullshard.layout.packing import Problem, common_multiple, in_order
 from fullshard.layout.spec import round_up
 
 # Limits per plan, so that a plan takes tenths of a second at most:
-MOST_TRIES = 30_000  # items tried at an offset by `any_order`
 MOST_IN_A_ROW = 4_000  # items placed while trying consecutive lengths, at most 256 of them
 MOST_BY_HALVES = 50_000  # items placed while halving the range of lengths, 5 to 64 times
 
@@ -50,8 +42,8 @@ class CutPlan:
 def plan(problem: Problem) -> CutPlan:
     """Place the items so that the shards are short.
 
-    The shards are as short as possible if their length is `ShardSizes.bound`, or if `any_order`
-    tried all orders for all lengths from there on. Shards are never longer than in `_easy_plan`.
+    The shards are as short as possible if their length is `ShardSizes.bound`, and never longer than
+    in `_easy_plan`.
     """
     if not problem.sizes:
         return CutPlan(0, ())
@@ -70,17 +62,13 @@ class _Attempt:
 
     problem: Problem
     groups: tuple[Group, ...]
-    few_orders: bool
-    budget: Budget = field(default_factory=lambda: Budget(MOST_TRIES))
 
     @classmethod
     def of(cls, problem: Problem) -> _Attempt:
-        return cls(problem, grouped(problem), has_few_orders(problem))
+        return cls(problem, grouped(problem))
 
     def at(self, shard: int) -> CutPlan | None:
         offsets = in_order(self.problem, range(len(self.problem.sizes)), shard)
-        if offsets is None and self.few_orders:
-            offsets = any_order(self.problem, shard, self.budget)
         if offsets is None:
             offsets = coarse_first(self.problem, self.groups, shard)
         return None if offsets is None else CutPlan(shard, offsets)
