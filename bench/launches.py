@@ -38,7 +38,7 @@ from bench.machine import table
 from fullshard._torch import collectives as _collectives
 from fullshard._torch import device as _device
 from fullshard.device.streams import CpuLanes
-from fullshard.engine import copies
+from fullshard.engine import unshard
 
 __all__ = ["LAYERS", "Launches", "as_on_a_gpu", "counted", "figures", "kernels", "report"]
 
@@ -200,7 +200,7 @@ def as_on_a_gpu(launches: Launches | None = None) -> Iterator[None]:
         mock.patch.object(_device, "fuses_copies", lambda device: True),
         mock.patch.object(_collectives, "has_average", lambda group, device_type: True),
         mock.patch.object(CpuLanes, "read", read),
-        mock.patch.object(copies, "_DIRECT_NBYTES", copies._DIRECT_NBYTES // SCALE),
+        mock.patch.object(unshard, "_DIRECT_NBYTES", unshard._DIRECT_NBYTES // SCALE),
     ):
         yield
 

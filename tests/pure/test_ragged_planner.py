@@ -206,9 +206,7 @@ def test_parameters_lie_as_given_where_that_costs_nothing() -> None:
         ((5, 2, 4, 2, 3), [0, 4, 2, 1, 3]),  # 5 3 | 4 2 2
     ],
 )
-def test_else_the_largest_that_fit_come_first(
-    sizes: tuple[int, ...], in_memory: list[int]
-) -> None:
+def test_else_the_largest_that_fit_come_first(sizes: tuple[int, ...], in_memory: list[int]) -> None:
     params = [ParamSpec(f"p{i}", (size,)) for i, size in enumerate(sizes)]
     offsets = Ragged("tensor").build(params, 2, 1).unsharded_offsets
     assert sorted(range(len(sizes)), key=offsets.__getitem__) == in_memory

@@ -41,7 +41,7 @@ from fullshard.comm.heartbeat import last_beat
 from fullshard.comm.ledger import ledger_of
 from fullshard.comm.liveness import exit_reason_key
 from fullshard.comm.mesh import collectives_of_group, collectives_of_twin, wrapped
-from fullshard.engine.copies import copy_all
+from fullshard.engine.unshard import copy_all
 from fullshard.errors import LostRankError, PeerError, ProtocolError, TornStepError
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import Event

@@ -23,7 +23,7 @@ from fullshard.compat.names import (
     keeps_torchs,
 )
 from fullshard.compat.views import originals
-from fullshard.frontend.build import before_sharding
+from fullshard.frontend.fully_shard import before_sharding
 
 Namespace = dict[str, Any]
 """The ``__dict__`` of a module or of a function."""

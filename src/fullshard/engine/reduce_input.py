@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fullshard._torch import device as _device
 from fullshard.device import Buffer, BufferKind, StorageMeter
-from fullshard.engine.copies import MOST_DENSE, copy_all
 from fullshard.engine.spec import BucketSpec, num_flags
+from fullshard.engine.unshard import MOST_DENSE, copy_all
 from fullshard.errors import ProtocolError
 from fullshard.layout import Layout, Slot, StridedCopy, in_rows, plan_slots, subset
 

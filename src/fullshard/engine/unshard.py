@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 from fullshard._torch import device as _device
 from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, BufferKind, Lane, LaneEvent, Lanes, StorageMeter
-from fullshard.engine.copies import copy_all, gather_plan, places_of_copies, written_in_place
 from fullshard.engine.spec import BucketSpec, Outbound
-from fullshard.layout import GatherPlan, StridedCopy, even_from, round_up
+from fullshard.layout import GatherPlan, Layout, StridedCopy, even_from, plan_gather, round_up
 from fullshard.tensors import local_part
 
 _ADDRESS = Tensor.data_ptr
@@ -377,3 +376,69 @@ class _Staging:
             copy_all(self._to, self._from)
         self._meter.copied(self._nbytes)
         self.buffer.free()
+
+
+# Copies of many tensors, in as few kernels as the device allows. On a CPU a batched copy runs one
+# tensor after the other. On CUDA it is one kernel if all tensors are dense, each with the strides
+# of its counterpart, and each of the two lists has one dtype. A single tensor that breaks these
+# rules makes CUDA copy one tensor after the other as well.
+
+MOST_DENSE = 64
+"""Number of tensors that every build of PyTorch copies in one kernel; later builds take more."""
+
+
+def copy_all(places: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy ``sources`` to ``places``, with a cast; one device, and one shape per pair."""
+    if not places:
+        return
+    if not _device.fuses_copies(places[0].device):
+        torch._foreach_copy_(places, sources)
+        return
+    dense: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for place, source in zip(places, sources, strict=True):
+        if place.is_contiguous() and source.is_contiguous():
+            to, of = dense.setdefault((place.dtype, source.dtype), ([], []))
+            to.append(place)
+            of.append(source)
+        else:
+            place.copy_(source)
+    for to, of in dense.values():
+        if len(to) > 1:
+            torch._foreach_copy_(to, of)
+        else:
+            to[0].copy_(of[0])
+
+
+_DIRECT_NBYTES = 512 << 10
+"""Size from which pieces of a parameter are gathered in place, if the layout allows that.
+
+Each such piece travels alone. Smaller pieces travel together: a copy takes less time with gloo.
+"""
+
+
+def gather_plan(layout: Layout, itemsize: int) -> GatherPlan:
+    """Return the plan by which shards with elements of ``itemsize`` bytes are gathered."""
+    return plan_gather(layout, min_numel=_DIRECT_NBYTES // itemsize)
+
+
+def written_in_place(plan: GatherPlan, world: int, unsharded: Tensor) -> list[Tensor]:
+    """Return the parts of ``unsharded``, 1-D, that gathers write directly."""
+    return [unsharded.narrow(0, part.unsharded_offset, world * part.numel) for part in plan.direct]
+
+
+def places_of_copies(
+    copies: Sequence[StridedCopy],
+    unsharded: Tensor,
+    staging: Tensor,
+    offsets: Sequence[int] | Mapping[int, int],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return views of ``unsharded``, the targets of copies, and views of ``staging``, the sources.
+
+    ``offsets`` are the offsets of the parameters in ``unsharded``, in elements.
+    """
+    to = [
+        unsharded.as_strided(box.sizes, box.param_strides, offsets[box.param] + box.param_offset)
+        for box in copies
+    ]
+    of = [staging.as_strided(box.sizes, box.staging_strides, box.staging_offset) for box in copies]
+    return to, of

@@ -17,14 +17,14 @@ from fullshard._torch import dynamo as _dynamo
 from fullshard.comm import HookedCopies, HookedShards, Settled, SingleRank
 from fullshard.engine import Bucket, Unit, WirePolicy
 from fullshard.errors import AssertedConfigError, AssertedProtocolError, ConfigError, ProtocolError
-from fullshard.flat.arguments import Arguments, Given
-from fullshard.flat.children import prepare_inside
 from fullshard.flat.lending import summon_full_params
 from fullshard.flat.meshes import data_mesh_of
 from fullshard.flat.optim_state import OptimStateDicts
 from fullshard.flat.options import (
+    Arguments,
     BackwardPrefetch,
     CPUOffload,
+    Given,
     MixedPrecision,
     ShardingStrategy,
     as_offload,
@@ -38,15 +38,15 @@ from fullshard.flat.prepare import (
     as_ignored,
     check_module,
     checked_device,
+    prepare_inside,
     warn_of_choice,
 )
 from fullshard.flat.state import StateDicts
-from fullshard.frontend.buckets import CallOptions, Shown
-from fullshard.frontend.build import shard_modules
 from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded, checked_wire
 from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.explain import RESIZE, guard_resize
 from fullshard.frontend.flat_param import FLAT_PARAM, innermost
+from fullshard.frontend.fully_shard import CallOptions, Shown, shard_modules
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.module import UnshardHandle, unshard_unit

@@ -11,16 +11,21 @@ copies, ``contexts`` lends full parameters, ``flat_param`` shows one parameter f
 
 from __future__ import annotations
 
-from fullshard.frontend.blocks import ChosenUnit, ChosenUnits, num_blocks, shard_blocks
-from fullshard.frontend.choice import CHOSEN, Choice
+from fullshard.frontend.blocks import (
+    CHOSEN,
+    Choice,
+    ChosenUnit,
+    ChosenUnits,
+    num_blocks,
+    shard_blocks,
+)
 from fullshard.frontend.contexts import iter_full_params, unshard_params
 from fullshard.frontend.controls import share_comm_ctx
 from fullshard.frontend.finalization import GradientReductionHandle
-from fullshard.frontend.fully_shard import fully_shard
+from fullshard.frontend.fully_shard import ShardPlacementResult, fully_shard
 from fullshard.frontend.meshes import DataParallelMeshDims
 from fullshard.frontend.module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
 )
-from fullshard.frontend.placement import ShardPlacementResult

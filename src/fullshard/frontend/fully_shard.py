@@ -1,17 +1,41 @@
-"""The per-parameter interface: ``fully_shard``."""
+"""``fully_shard``: check the options of a call, plan its unit, then change all modules at once."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import enum
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, WirePolicy
-from fullshard.frontend.buckets import CallOptions
-from fullshard.frontend.build import shard_modules
+from fullshard._torch import autograd as _autograd
+from fullshard._torch import nn as _nn
+from fullshard.comm import ENCODED
+from fullshard.engine import (
+    Bucket,
+    BucketSpec,
+    Engine,
+    GradDtypes,
+    MixedPrecisionPolicy,
+    Offload,
+    OffloadPolicy,
+    Unit,
+    WirePolicy,
+    check_extendable,
+)
+from fullshard.errors import AssertedConfigError, ConfigError, UnsupportedError
+from fullshard.frontend.additions import Additions
 from fullshard.frontend.checks import (
     as_modules,
+    check_params,
     checked_after_forward,
     checked_ignored,
     checked_layout,
@@ -19,10 +43,28 @@ from fullshard.frontend.checks import (
     checked_policy,
     checked_wire,
 )
-from fullshard.frontend.meshes import checked_mesh
-from fullshard.frontend.placement import PlacementFn
-from fullshard.layout import LayoutStrategy, PerParameter
-from fullshard.schedule import AfterForward
+from fullshard.frontend.finalization import check_ends_by_itself
+from fullshard.frontend.flat_param import FlatPlaces, innermost
+from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
+from fullshard.frontend.meshes import DataMesh, checked_mesh, data_mesh
+from fullshard.frontend.module import sharded_class
+from fullshard.frontend.optimizers import check_optimizers_again
+from fullshard.frontend.ownership import PlacedParam, Subtree, collect, enlist, unit_of
+from fullshard.frontend.places import Places
+from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter
+from fullshard.schedule import AfterForward, UnitPolicy
+from fullshard.tensors import (
+    DTensorForm,
+    HookArguments,
+    ParallelSpec,
+    PlainForm,
+    RaggedShard,
+    RaggedTensor,
+    ShardForm,
+    handle_ops_on,
+    is_wrapper,
+    local_part,
+)
 
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
 
@@ -132,3 +174,391 @@ def checked_choices(
         mesh=data_mesh,
         wire=checked_wire(wire),
     )
+
+
+log = logging.getLogger("fullshard")
+
+before_sharding: list[Callable[[], None]] = []
+"""Called whenever modules are about to be sharded; ``compat`` looks there for patches."""
+
+
+def plan_unit(modules: Sequence[nn.Module], choices: CallOptions) -> BucketPlan:
+    """Return the plan for ``shard_modules``; raise if ``modules`` cannot be sharded."""
+    return _plan(collect(modules, choices.ignored), choices)
+
+
+def _plan(below: Subtree, choices: CallOptions) -> BucketPlan:
+    for unit in below.units:
+        engine_of(unit).check_idle("fully_shard")
+        check_ends_by_itself(unit)
+    check_params(below.params, choices.layout)
+    return plan_buckets(below.params, choices)
+
+
+def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
+    """Make ``modules`` one unit.
+
+    If users see DTensors, the class of each module becomes ``FSDP<Name>``; otherwise ``modules`` is
+    one of our wrappers, which already has the methods.
+    """
+    for look in before_sharding:
+        look()
+    below = collect(modules, choices.ignored)
+    plan = _plan(below, choices)
+    device = device_of(choices.mesh)
+    buckets = [
+        Bucket(spec, [p.param for p in params])
+        for spec, params in zip(plan.specs, plan.params, strict=True)
+    ]
+    places = _places(modules, plan, choices, buckets)
+    unit = Unit(
+        "",
+        buckets,
+        places,
+        device=device,
+        num_members=len(modules),
+        num_inside=len(below.units),
+    )
+    _move_buffers(below.modules, device)
+    Engine.join((engine_of(u) for u in below.units), unit, UnitPolicy(choices.after_forward))
+    places.show_sharded(buckets)
+    for param in chain.from_iterable(bucket.sharded_params for bucket in buckets):
+        if isinstance(param, DTensor):
+            handle_ops_on(param.device_mesh)
+        if choices.shown is Shown.ORIGINALS:
+            _nn.mark_flattened(param)
+    install_forward_hooks(unit, modules, replace(choices.policy, param_dtype_override_fn=None))
+    install_state_dict_hooks(unit, places)
+    if choices.shown is Shown.DTENSORS:
+        for module in modules:
+            module.__class__ = sharded_class(type(module))
+            _nn.mark_sharded(module)
+    for module in below.modules:
+        _nn.mark_managed(module, shows_originals=choices.shown is not Shown.FLAT)
+    check_optimizers_again()
+    enlist(modules, chain.from_iterable(plan.params), unit)
+    places.warn_of_additions = Additions(below.modules).warn
+    _name_units(modules, unit)
+    _log(unit, modules)
+    return unit
+
+
+def _places(
+    modules: Sequence[nn.Module], plan: BucketPlan, choices: CallOptions, buckets: Sequence[Bucket]
+) -> Places:
+    """Return the places of the parameters, with a flat parameter if users see one."""
+    where = [[owned.places for owned in params] for params in plan.params]
+    if choices.shown is not Shown.FLAT:
+        return Places(where)
+    (wrapper,) = modules
+    flat = FlatPlaces(where, innermost(next(wrapper.children())))
+    flat.front_for(buckets)
+    return flat
+
+
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _name_units(modules: Sequence[nn.Module], unit: Unit) -> None:
+    """Name all units of the tree relative to the new top module."""
+    names: dict[Unit, list[str]] = {}
+    for root in modules:
+        for name, module in root.named_modules():
+            inner = unit_of(module)
+            if inner is not None and inner is not unit:
+                full = name if len(modules) == 1 else f"{type(root).__name__}.{name}"
+                names.setdefault(inner, []).append(full)
+    for inner, members in names.items():
+        inner.name = members[0] if len(members) == 1 else f"{members[0]} to {members[-1]}"
+    if len(modules) > 1:
+        unit.name = ", ".join(type(module).__name__ for module in modules)
+
+
+def _log(unit: Unit, modules: Iterable[nn.Module]) -> None:
+    numel = sum(p.numel for b in unit.buckets for p in b.spec.layout.params)
+    shard = sum(bucket.shards.nbytes for bucket in unit.buckets)
+    log.info(
+        "unit %s: %d parameters, %d elements in %d bucket(s), %d bytes a rank",
+        " + ".join(type(module).__name__ for module in modules),
+        unit.num_params,
+        numel,
+        len(unit.buckets),
+        shard,
+    )
+
+
+_ALIGN_NBYTES = 16
+
+Decided = TypeVar("Decided")
+
+
+class Shown(enum.Enum):
+    """The form in which users see their parameters between steps."""
+
+    DTENSORS = "DTensors"
+    """New DTensors replace the parameters: ``fully_shard``."""
+    ORIGINALS = "originals"
+    """The user's own Parameter objects, over this rank's plain piece:
+    ``FullyShardedDataParallel(use_orig_params=True)``."""
+    FLAT = "flat"
+    """One plain Parameter over the whole shard; the pieces are hidden:
+    ``FullyShardedDataParallel(use_orig_params=False)``."""
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """The options of one call, checked."""
+
+    mesh: DataMesh
+    after_forward: AfterForward
+    secondary: int | None
+    """Size of the groups that gather again in backward, if smaller than all ranks."""
+    policy: MixedPrecisionPolicy
+    ignored: set[nn.Parameter]
+    placement_fn: PlacementFn | None
+    layout: LayoutStrategy
+    offload: Offload | None = None
+    shown: Shown = Shown.DTENSORS
+    wire: WirePolicy = field(default_factory=WirePolicy)
+
+    def layout_on(self, mesh: DataMesh) -> LayoutStrategy:
+        """Return the layout on ``mesh``; ``PerParameter`` if nothing is cut, as it keeps shapes."""
+        if mesh.shard_dim is None and self.shown is not Shown.FLAT:
+            return PerParameter()
+        return self.layout
+
+    def alignment(self, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> int:
+        """Return the alignment of parameters in elements; 1 if flat, so that there are no gaps.
+
+        Where they travel in blocks, no block has elements of two parameters, or is cut.
+        """
+        if self.shown is Shown.FLAT:
+            return 1
+        block = self.wire.block if self.wire.has_blocks and dtype in ENCODED else 1
+        narrowest = min(d.itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype) if d)
+        return max(block, _ALIGN_NBYTES // narrowest)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The planned buckets of a unit; nothing is allocated yet."""
+
+    specs: list[BucketSpec]
+    params: list[list[PlacedParam]]
+
+
+class _Member(NamedTuple):
+    """A parameter to put in a bucket; ``spec`` is of the tensor that data-parallel ranks cut."""
+
+    owned: PlacedParam
+    spec: ParamSpec
+    parallel: ParallelSpec | None
+    policy: MixedPrecisionPolicy
+
+    @property
+    def computed(self) -> torch.dtype:
+        """The dtype of the unsharded parameter."""
+        own = self.owned.param.dtype
+        return self.policy.param_dtype or own if own.is_floating_point else own
+
+
+def plan_buckets(owned: Sequence[PlacedParam], choices: CallOptions) -> BucketPlan:
+    """Group parameters into buckets by mesh, dtypes, trainability and tensor class.
+
+    Raises:
+        ConfigError, UnsupportedError: if a parameter does not fit the chosen mesh or dim.
+    """
+    groups: dict[tuple[DataMesh, torch.dtype, torch.dtype, bool, type], list[_Member]] = {}
+    for one in owned:
+        mesh, member = _member(one, choices)
+        tensor = local_part(one.param).detach()
+        kind = type(tensor) if is_wrapper(tensor) else torch.Tensor
+        key = (
+            mesh,
+            one.param.dtype,
+            member.computed,
+            one.param.requires_grad,
+            kind,
+        )
+        groups.setdefault(key, []).append(member)
+    plan = BucketPlan([], [])
+    for (mesh, dtype, *_, kind), members in groups.items():
+        params = [member.owned for member in members]
+        plan.params.append(params)
+        spec = _bucket_spec(members, dtype, mesh, choices)
+        GradDtypes.check(spec, [owned.param for owned in params])
+        if kind is not torch.Tensor:
+            check_extendable(spec)
+            spec = replace(spec, are_wrapped=True)
+        plan.specs.append(spec)
+    return plan
+
+
+def device_of(mesh: DataMesh) -> torch.device:
+    """Return this rank's device of the type of ``mesh``."""
+    kind = mesh.mesh.device_type
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _member(owned: PlacedParam, choices: CallOptions) -> tuple[DataMesh, _Member]:
+    answer = choices.placement_fn(owned.param) if choices.placement_fn else None
+    dim, mesh = placed(owned, answer, choices.mesh)
+    if dim is not None and not isinstance(choices.layout, PerParameter):
+        raise ConfigError(
+            f"shard_placement_fn: got Shard({dim}) for parameter {owned.name} with "
+            f"layout={choices.layout!r}, which cuts on no dim; return None, or use PerParameter()"
+        )
+    parallel = _naming(owned, lambda: mesh.parallel_spec(owned.param, owned.name))
+    shape = owned.param.shape if parallel is None else parallel.local_shape
+    policy = choices.policy.for_param(owned.name, owned.param)
+    return mesh, _Member(owned, ParamSpec(owned.name, tuple(shape), dim or 0), parallel, policy)
+
+
+def _bucket_spec(
+    members: Sequence[_Member], dtype: torch.dtype, mesh: DataMesh, choices: CallOptions
+) -> BucketSpec:
+    policy = members[0].policy if dtype.is_floating_point else MixedPrecisionPolicy()
+    strategy = choices.layout_on(mesh)
+    align = choices.alignment(dtype, policy)
+    layout = strategy.build([member.spec for member in members], mesh.num_shards, align)
+    parallel = tuple(member.parallel for member in members)
+    return BucketSpec(
+        layout=layout,
+        comm=mesh.shards,
+        form=_form(members, layout, mesh, choices),
+        device=device_of(mesh),
+        replicas=mesh.replicas,
+        secondary=mesh.secondary(choices.secondary) if choices.secondary else None,
+        parallel=parallel if any(parallel) else None,
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype,
+        follows_grad_dtype=choices.shown is Shown.DTENSORS and _autograd.follows_grad_dtype(),
+        clean_padding=choices.shown is Shown.FLAT,
+        offload=choices.offload,
+        hook_arguments=_hook_arguments(members, strategy, mesh, choices),
+        wire=choices.wire,
+    )
+
+
+def _hook_arguments(
+    members: Sequence[_Member], strategy: LayoutStrategy, mesh: DataMesh, choices: CallOptions
+) -> HookArguments | None:
+    """Return arguments for all-gather hooks; None for layouts whose pieces hooks cannot read."""
+    if not isinstance(strategy, PerParameter):
+        return None
+    modules = [weakref.ref(member.owned.places[0].module) for member in members]
+    return HookArguments(mesh.one_dim, modules, members[0].policy)
+
+
+def _form(
+    members: Sequence[_Member], layout: Layout, mesh: DataMesh, choices: CallOptions
+) -> ShardForm:
+    """Return the form in which users see the pieces."""
+    ragged = mesh.shard_dim is not None and not isinstance(choices.layout, PerParameter)
+    cuts = [_ragged_cut(layout, i) if ragged else m.spec.shard_dim for i, m in enumerate(members)]
+    form = DTensorForm(
+        [member.owned.param.shape for member in members],
+        [
+            _naming(member.owned, partial(mesh.place, member.parallel, cut))
+            for member, cut in zip(members, cuts, strict=True)
+        ],
+        RaggedTensor if ragged else DTensor,
+    )
+    return form if choices.shown is Shown.DTENSORS else PlainForm(form)
+
+
+def _naming(owned: PlacedParam, decide: Callable[[], Decided]) -> Decided:
+    """Return the result of ``decide``; add the name of the parameter to errors."""
+    try:
+        return decide()
+    except (ConfigError, UnsupportedError) as error:
+        raise type(error)(f"fully_shard: parameter {owned.name}: {error}") from error
+
+
+def _ragged_cut(layout: Layout, param: int) -> RaggedShard:
+    return RaggedShard((band.num_ranks, band.segment.length) for band in layout.bands[param])
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """A result of ``shard_placement_fn`` for a parameter on another mesh, such as an expert's."""
+
+    placement: Shard | None
+    """The tensor dim to cut; None: dim 0, or the choice of the layout."""
+    mesh_info: Any
+    """A mesh, 1-D to shard over or 2-D to replicate and shard over. PyTorch's own mesh infos, which
+    name the dims of their mesh, are accepted as well."""
+
+
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+"""The type of ``shard_placement_fn``: returns a dim, a dim and a mesh, or None."""
+
+
+class Placed(NamedTuple):
+    """The choice for one parameter."""
+
+    dim: int | None
+    """Tensor dim to cut, not negative; None if no dim was chosen."""
+    mesh: DataMesh
+
+
+def placed(owned: PlacedParam, answer: Any, default: DataMesh) -> Placed:
+    """Convert ``answer``, a result of ``shard_placement_fn``.
+
+    Raises:
+        ConfigError: if ``answer`` is of a wrong type, or a dim that the parameter does not have.
+    """
+    mesh = default
+    if hasattr(answer, "mesh_info") and hasattr(answer, "placement"):
+        mesh = _mesh_of(owned, answer.mesh_info, default)
+        answer = answer.placement
+    if answer is None:
+        return Placed(None, mesh)
+    if not isinstance(answer, Shard):
+        raise ConfigError(
+            f"shard_placement_fn: got {answer!r} for parameter {owned.name}, expected "
+            "Shard(dim), a ShardPlacementResult or None"
+        )
+    if mesh.shard_dim is None:
+        raise ConfigError(
+            f"shard_placement_fn: got {answer!r} for parameter {owned.name}, but parameters are "
+            "only replicated over this mesh; return None"
+        )
+    num_dims = owned.param.dim()
+    if not -num_dims <= answer.dim < num_dims:
+        raise AssertedConfigError(
+            f"shard_placement_fn: got {answer} for parameter {owned.name} of shape "
+            f"{tuple(owned.param.shape)}, expected a dim below {num_dims}"
+        )
+    return Placed(answer.dim % num_dims, mesh)
+
+
+def _mesh_of(owned: PlacedParam, info: Any, default: DataMesh) -> DataMesh:
+    mesh = getattr(info, "mesh", None)
+    if isinstance(info, DeviceMesh):
+        found = data_mesh(info)
+    elif isinstance(mesh, DeviceMesh) and hasattr(info, "shard_mesh_dim"):
+        found = DataMesh(mesh, info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None))
+        used = {found.shard_dim, found.replicate_dim} - {None}
+        if len(used) < mesh.ndim:
+            raise ConfigError(
+                f"shard_placement_fn: got mesh_info={info!r} for parameter {owned.name}, which "
+                f"gives {mesh.ndim - len(used)} of {mesh.ndim} mesh dims nothing to do"
+            )
+    else:
+        raise ConfigError(
+            f"shard_placement_fn: got mesh_info={info!r} for parameter {owned.name}, expected a "
+            "DeviceMesh"
+        )
+    if found.mesh.device_type != default.mesh.device_type:
+        raise ConfigError(
+            f"shard_placement_fn: got a mesh on {found.mesh.device_type} for parameter "
+            f"{owned.name}, the unit is on {default.mesh.device_type}"
+        )
+    return found

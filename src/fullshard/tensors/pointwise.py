@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
-from fullshard.tensors.own_parts import is_partial
+from fullshard.tensors.parts import is_partial
 
 aten = torch.ops.aten
 

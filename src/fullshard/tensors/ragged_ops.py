@@ -2,7 +2,8 @@
 
     pointwise       run on this rank's interval; plain tensors without dims are equal on all ranks.
     tensor lists    foreach and fused operations of optimizers, run tensor by tensor.
-    whole           sums, norms and similar operations over all elements, see ``ragged_whole.py``.
+    whole           sums, norms and similar operations over all elements: all-reduced over the
+                    mesh dims that cut a tensor; copies count once, see ``spread_of``.
     random fills    draw the full tensor and keep the interval, so that cuts do not matter.
 
 All other operations are refused.
@@ -10,7 +11,8 @@ All other operations are refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +20,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
-from fullshard.tensors.own_parts import part_like
+from fullshard.errors import RaggedOperationError
+from fullshard.tensors.form import local_part
+from fullshard.tensors.parts import Spread, part_like, spread_of
+from fullshard.tensors.pointwise import fits
 from fullshard.tensors.ragged_cut import cut_of, is_ragged
-from fullshard.tensors.ragged_operands import Handler, first_ragged, operand, refusal
-from fullshard.tensors.ragged_whole import WHOLE_HANDLERS
 from fullshard.tensors.random import RANDOM_FILLS, RANDOM_HANDLERS, RANDOM_LIKE
 
 aten = torch.ops.aten
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""A function of the operation, and of all positional and named arguments."""
 
 
 def run_on_intervals(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -35,7 +41,7 @@ def run_on_intervals(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     handler = _handler_of(op)
     if handler is None:
-        raise refusal(op, args, kwargs)
+        raise _refusal(op, args, kwargs)
     return handler(op, args, kwargs)
 
 
@@ -72,13 +78,13 @@ _LISTS_WITHOUT_TAG = {"_foreach_copy", "_foreach_copy_", "_foreach_zero", "_fore
 
 def _pointwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``op`` on this rank's elements of every tensor."""
-    like = first_ragged((*args, *kwargs.values()))
+    like = _first_ragged((*args, *kwargs.values()))
     kwargs.pop("memory_format", None)  # an interval is 1-D
-    locals_in = [operand(op, arg, like) for arg in args]
-    named = {name: operand(op, arg, like) for name, arg in kwargs.items()}
+    locals_in = [_operand(op, arg, like) for arg in args]
+    named = {name: _operand(op, arg, like) for name, arg in kwargs.items()}
     result = op(*locals_in, **named)
     if not isinstance(result, Tensor):
-        raise refusal(op, args, kwargs)
+        raise _refusal(op, args, kwargs)
     for arg, local in zip((*args, *kwargs.values()), (*locals_in, *named.values()), strict=True):
         if local is result:
             return arg  # ``op`` wrote to ``arg`` in place
@@ -105,7 +111,7 @@ def _on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _operands(op: Any, arg: Any, shown: Sequence[Tensor]) -> Any:
     if _is_tensors(arg):
-        return [operand(op, one, like) for one, like in zip(arg, shown, strict=True)]
+        return [_operand(op, one, like) for one, like in zip(arg, shown, strict=True)]
     return _dtensor.local_of(arg) if isinstance(arg, DTensor) and arg.dim() == 0 else arg
 
 
@@ -127,7 +133,7 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_ragged(source):
             source = source.full_tensor()
             return _copy(op, (target, source, *args[2:]), kwargs)
-        part, cut = operand(op, source, target), cut_of(target)
+        part, cut = _operand(op, source, target), cut_of(target)
         if tuple(part.shape) == cut.tp_shape:  # from code that ignores the placement: peft
             part = cut.own_part(part)
         _dtensor.local_of(target).copy_(part, *args[2:], **kwargs)
@@ -147,7 +153,7 @@ def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``x.new_empty(x.shape)``, which PyTorch's ``async_save`` asks for, on this rank's cut."""
     like, shape, *rest = args
     if rest or tuple(shape) != tuple(like.shape):
-        raise refusal(op, args, kwargs)
+        raise _refusal(op, args, kwargs)
     local = _dtensor.local_of(like)
     return _dtensor.dtensor_like(like, op(local, local.shape, **kwargs))
 
@@ -157,8 +163,8 @@ def _masked_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, indices, value, *accumulate = args
     mask: Any = indices[0] if len(indices) == 1 else None
     if not is_ragged(mask) or mask.dtype is not torch.bool or value.dim() or any(accumulate):
-        raise refusal(op, args, kwargs)
-    _dtensor.local_of(target).masked_fill_(operand(op, mask, target), value)
+        raise _refusal(op, args, kwargs)
+    _dtensor.local_of(target).masked_fill_(_operand(op, mask, target), value)
     return target
 
 
@@ -170,7 +176,7 @@ def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _same_shape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``view`` and similar operations, only to the shape that the tensor already has."""
     if tuple(args[1]) != tuple(args[0].shape):
-        raise refusal(op, args, kwargs)
+        raise _refusal(op, args, kwargs)
     return _dtensor.dtensor_like(args[0], _dtensor.local_of(args[0]).detach())
 
 
@@ -179,8 +185,194 @@ def _drawn_in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return RANDOM_HANDLERS[op](op, args[0], args, kwargs)
 
 
+# operations over all elements
+
+
+def _spread(tensor: Tensor) -> Spread:
+    """Return the spread of ``tensor``, where a plain tensor is the same on all ranks."""
+    if not isinstance(tensor, DTensor):
+        return Spread((), 1)
+    return spread_of(tensor.device_mesh, tensor.placements)
+
+
+def _sum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    total, dtype = _wide_sum(args[0], kwargs)
+    return total.to(dtype)
+
+
+def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    total, dtype = _wide_sum(args[0], kwargs)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise _refusal(op, args, kwargs)
+    return total.div_(args[0].numel()).to(dtype)
+
+
+def _wide_sum(shown: Any, kwargs: dict[str, Any]) -> tuple[Tensor, torch.dtype]:
+    """Return the sum of all elements, in fp32 or wider as in torch, and the requested dtype."""
+    local = _dtensor.local_of(shown)
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        is_exact = not (local.dtype.is_floating_point or local.dtype.is_complex)
+        dtype = torch.int64 if is_exact else local.dtype
+    is_exact = not (dtype.is_floating_point or dtype.is_complex)
+    wide = dtype if is_exact else torch.promote_types(dtype, torch.float32)
+    return _spread(shown).total(local.sum(dtype=wide)), dtype
+
+
+def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the ``max`` or ``min`` of all elements; NaN if any element is NaN, as in torch."""
+    local = _dtensor.local_of(args[0])
+    if not args[0].numel() or not local.dtype.is_floating_point:
+        raise _refusal(op, args, kwargs)
+    sign = 1 if op is aten.max.default else -1
+    own = local.mul(sign).max() if local.numel() else local.new_tensor(-math.inf)
+    return _spread(args[0]).largest(own) * sign
+
+
+def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    found = _dtensor.local_of(args[0]).any().to(torch.int32)
+    return _spread(args[0]).largest(found).bool()
+
+
+def _all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    missed = _dtensor.local_of(args[0]).all().logical_not().to(torch.int32)
+    return _spread(args[0]).largest(missed).logical_not()
+
+
+def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    one, other = args
+    if one.shape != other.shape:
+        return False
+    like = _first_ragged(args)
+    here = torch.equal(_operand(op, one, like), _operand(op, other, like))
+    differs = torch.tensor(int(not here), device=_dtensor.local_of(like).device)
+    return not _spread(like).largest(differs).item()
+
+
+def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``linalg.vector_norm(x, ord, dim, keepdim)`` over all elements."""
+    order = args[1] if len(args) > 1 else 2
+    dims = args[2] if len(args) > 2 else None
+    keepdim = len(args) > 3 and args[3]
+    if keepdim or (dims is not None and len(dims) < args[0].dim()):
+        raise _refusal(op, args, kwargs)
+    return _norms([args[0]], order, kwargs.get("dtype"))[0]
+
+
+def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _norms([args[0]], 2 if len(args) < 2 or args[1] is None else args[1], None)[0]
+
+
+def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return _norms(args[0], order, kwargs.get("dtype"))
+
+
+def _norms(shown: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """Return the norms of full tensors; those of equal spread share one all-reduce per group."""
+    if order <= 0:
+        raise RaggedOperationError(f"norm of order {order} of a RaggedTensor: expected one above 0")
+    alike: dict[Spread, list[int]] = {}
+    for number, one in enumerate(shown):
+        alike.setdefault(_spread(one), []).append(number)
+    norms: dict[int, Tensor] = {}
+    for spread, numbers in alike.items():
+        parts = [_local_norm(local_part(shown[number]), order, dtype) for number in numbers]
+        for number, norm in zip(numbers, _joined(parts, order, spread), strict=True):
+            norms[number] = norm.to(dtype or shown[number].dtype.to_real())
+    return [norms[number] for number in range(len(shown))]
+
+
+def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    """Return the norm of a local tensor, in fp32 or wider."""
+    wide = torch.promote_types((dtype or local.dtype).to_real(), torch.float32)
+    if not local.numel():
+        return torch.zeros((), dtype=wide, device=local.device)
+    local = local.abs() if local.is_complex() else local
+    norm: Tensor = torch.linalg.vector_norm(local, order, dtype=wide)
+    return norm
+
+
+def _joined(parts: Sequence[Tensor], order: float, spread: Spread) -> tuple[Tensor, ...]:
+    """Combine the norms of the ranks' parts into norms of full tensors."""
+    stacked = torch.stack(list(parts))
+    if math.isinf(order):
+        return spread.largest(stacked).unbind()
+    return spread.total(stacked.pow(order)).pow(1.0 / order).unbind()
+
+
+def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale gradients for a GradScaler; an infinity on one rank counts for all ranks."""
+    grads, found_inf, inverse_scale = args
+    op(list(map(local_part, grads)), found_inf, inverse_scale)
+    groups = dict.fromkeys(group for grad in grads for group in _spread(grad).groups)
+    found_inf.copy_(Spread(tuple(groups), 1).largest(found_inf))
+
+
+_WHOLE_HANDLERS: dict[Any, Handler] = {
+    aten.equal.default: _equal,
+    aten.sum.default: _sum,
+    aten.mean.default: _mean,
+    aten.max.default: _extreme,
+    aten.min.default: _extreme,
+    aten.any.default: _any,
+    aten.all.default: _all,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
+
+
+# operands
+
+
+def _first_ragged(values: Iterable[Any]) -> DTensor:
+    """Return the first RaggedTensor among ``values``."""
+    found: DTensor = next(value for value in values if is_ragged(value))
+    return found
+
+
+def _operand(op: Any, arg: Any, like: Tensor) -> Any:
+    """Return the local operand for ``arg`` that goes with this rank's elements of ``like``.
+
+    A plain ``like`` goes with plain tensors of any shape.
+
+    Raises:
+        RaggedOperationError: if ``arg`` is a tensor with dims that is not cut like ``like``.
+    """
+    if fits(arg, like):
+        return _dtensor.local_of(arg) if isinstance(arg, DTensor) else arg
+    raise RaggedOperationError(
+        f"{op}: got {_described(arg)} beside {_described(like)}; expected a tensor cut into the "
+        "same intervals on the same mesh, or one without dims. Bring both to one form first, such "
+        "as by redistribute() or full_tensor()"
+    )
+
+
+def _described(tensor: Tensor) -> str:
+    kind = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    if not isinstance(tensor, DTensor):
+        return kind
+    placements = ", ".join(map(repr, tensor.placements))
+    return f"{kind} placed as ({placements}) on a mesh of shape {tuple(tensor.device_mesh.shape)}"
+
+
+def _refusal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedOperationError:
+    """Return the error for an operation whose meaning changes on intervals."""
+    found = (value for value in (*args, *kwargs.values()) if is_ragged(value))
+    shapes = ", ".join(str(tuple(value.shape)) for value in found) or "a list of tensors"
+    return RaggedOperationError(
+        f"{op} on RaggedTensor {shapes}: a rank holds an interval of the flattened tensor, which "
+        "has no rows, columns or single elements. Call full_tensor() first, work inside of "
+        "unshard_params(), or shard with layout=PerParameter(), whose DTensors know matrices; "
+        "optimizers must be element-wise, such as AdamW. If a forward did this, it was "
+        "not that of the module given to fully_shard, which unshards it"
+    )
+
+
 _HANDLERS: dict[Any, Handler] = {
-    **WHOLE_HANDLERS,
+    **_WHOLE_HANDLERS,
     aten.copy_.default: _copy,
     aten.index_put_.default: _masked_put,
     aten.new_empty.default: _new,

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
-from fullshard.tensors.own_parts import (
+from fullshard.tensors.parts import (
     gathered,
     is_partial,
     keep_own_part,

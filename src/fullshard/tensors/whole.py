@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard._torch import mesh as _mesh
-from fullshard.tensors.own_parts import part_like
-from fullshard.tensors.parts import coordinate_in, own_part
+from fullshard.tensors.parts import coordinate_in, own_part, part_like
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
 
