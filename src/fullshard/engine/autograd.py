@@ -42,8 +42,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from fullshard._torch import autograd as _autograd
-from fullshard.engine.extended import AnyUnsharded
 from fullshard.engine.unit import Unit
+from fullshard.engine.unshard import Unsharded
 from fullshard.errors import BusyError, ProtocolError
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
@@ -249,7 +249,7 @@ class Use:
     """The inputs, kept only while the forward runs and holds them anyway."""
     _input_nodes: list[Node] = field(default_factory=list)
     """The nodes that made the inputs and the inputs' bases, kept for as long as the inputs."""
-    _sides: tuple[AnyUnsharded | None, ...] = ()
+    _sides: tuple[Unsharded | None, ...] = ()
     """The unsharded sides that the forward read."""
 
     @property

@@ -48,13 +48,13 @@ from fullshard._torch import autograd as _autograd
 from fullshard.comm import Label
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
-from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_extendable
+from fullshard.engine.extended import HookedUnsharded, check_extendable
 from fullshard.engine.policy import ReducePolicy, WireCheck
 from fullshard.engine.reduce import Front as ReduceFront
 from fullshard.engine.reduce import Gradients, Waiting
 from fullshard.engine.shard import FlatShard, Shards, carry_put_on, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec, num_flags
-from fullshard.engine.unshard import Unsharded
+from fullshard.engine.unshard import BorrowedUnsharded, FlatUnsharded, Unsharded
 from fullshard.errors import ConfigError, ProtocolError
 from fullshard.tensors import gathered_by_itself
 
@@ -82,7 +82,7 @@ class Bucket:
             for i, (local, original) in enumerate(zip(self.shards.locals, originals, strict=True))
         ]
         self._show_locals()
-        self.unsharded: AnyUnsharded | None = None
+        self.unsharded: Unsharded | None = None
         self.gradients: Gradients | None = None
         self.front: BucketFront | None = None
         self.waiting = Waiting()
@@ -159,7 +159,7 @@ class Bucket:
         """True if there is an unsharded side that can be used."""
         return self.unsharded is not None and not self.unsharded.is_lost
 
-    def materialize(self, lanes: Lanes, meter: StorageMeter) -> AnyUnsharded:
+    def materialize(self, lanes: Lanes, meter: StorageMeter) -> Unsharded:
         """Return the unsharded side, without memory if it is made here."""
         if not self.is_materialized:
             self.unsharded = self._make_unsharded(lanes, meter)
@@ -169,10 +169,14 @@ class Bucket:
             self._requires_grad = None
         return self.materialized
 
-    def _make_unsharded(self, lanes: Lanes, meter: StorageMeter) -> AnyUnsharded:
-        if isinstance(self.shards, FlatShard) and not self._any_hooks():
-            return Unsharded(self.spec, self.shard, lanes, meter)
-        return ExtendedUnsharded(self.spec, self.shards, lanes, meter)
+    def _make_unsharded(self, lanes: Lanes, meter: StorageMeter) -> Unsharded:
+        if not isinstance(self.shards, FlatShard) or self._any_hooks():
+            return HookedUnsharded(self.spec, self.shards, lanes, meter)
+        is_full = self.spec.layout.world == 1 and self.spec.layout.zero_copy
+        is_cast = self.spec.unsharded_dtype(self.shard.dtype) != self.shard.dtype
+        if is_full and not is_cast and self.spec.offload is None:
+            return BorrowedUnsharded(self.spec, self.shard, lanes)
+        return FlatUnsharded(self.spec, self.shard, lanes, meter)
 
     def check(self) -> None:
         """Refuse changes of the sharded parameters that cannot work.
@@ -249,7 +253,7 @@ class Bucket:
         self._label.text = self.spec.described(name, self.shards.dtype)
 
     @property
-    def materialized(self) -> AnyUnsharded:
+    def materialized(self) -> Unsharded:
         """The unsharded side, which must have been made."""
         assert self.unsharded is not None
         return self.unsharded
@@ -385,10 +389,7 @@ class Bucket:
         self._restore_grad_dtypes()
         if self.front is not None:
             self.front.lead()
-        unsharded = self.unsharded
-        if isinstance(unsharded, Unsharded) and same_kind and not unsharded.borrows:
-            unsharded.shard = self.shard
-        else:
+        if not (same_kind and self.unsharded is not None and self.unsharded.takes(self.shards)):
             self.dematerialize()
 
 

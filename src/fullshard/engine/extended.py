@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,106 +26,83 @@ from fullshard.tensors import (
 )
 
 
-class ExtendedUnsharded:
-    """The unsharded parameters of a bucket, some of which have all-gather hooks.
+class HookedUnsharded(Unsharded):
+    """Parameters of which some have all-gather hooks, in memory of their own.
 
     All tensors that a bucket sends travel as bytes in one call, each gathered in place into
     separate memory. The constructor does the first gather, because the hooks make the parameters.
-    So all ranks must construct at the same point. All else works as in ``Unsharded``.
+    So all ranks must construct at the same point.
     """
-
-    borrows = False
-    is_lost = False
 
     def __init__(self, spec: BucketSpec, shards: Shards, lanes: Lanes, meter: StorageMeter) -> None:
         check_extendable(spec)
-        self.shards = shards
-        self._spec = spec
-        self._lanes = lanes
+        super().__init__(lanes)
+        self._shards = shards
         self._comm = lanes.wire(Lane.GATHER, spec.comm)
-        self._in_flight: Pending | None = None
-        self._is_whole = True
         self._parts = [_Part(spec, i, meter) for i in range(len(spec.layout.params))]
-        with torch.inference_mode(False), torch.no_grad():
-            try:
-                self._make()
-            except BaseException:
-                self._lanes.join(Lane.COMPUTE, Lane.GATHER)  # GATHER may still write to memory
-                self.free()
-                raise
+        self._has_gathered = True  # the first ``start`` finds the constructor's gather
+        try:
+            self._gather_first(spec)
+        except BaseException:
+            self._lanes.join(Lane.COMPUTE, Lane.GATHER)  # GATHER may still write to memory
+            self.free()
+            raise
         self.params = [part.param for part in self._parts]
 
-    def _make(self) -> None:
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _gather_first(self, spec: BucketSpec) -> None:
         """Gather for the first time."""
-        for part in self._parts:
-            part.ask(self.shards)
-        comm = self._spec.comm
-        _check_alike(self._spec, self._parts)
+        self._ask()
+        _check_alike(spec, self._parts)
         # The gathered tensors as bytes, and this rank's places in them.
+        world, rank = spec.comm.world, spec.comm.rank
         self._outputs = [output for part in self._parts for output in part.outputs()]
-        self._sources = [output.view(comm.world, -1)[comm.rank] for output in self._outputs]
+        self._sources = [output.view(world, -1)[rank] for output in self._outputs]
         with self._lanes.on(Lane.GATHER):
-            self._send()
-            self._receive()
-        self._lanes.join(Lane.COMPUTE, Lane.GATHER)
-
-    def owns(self, param: nn.Parameter) -> bool:
-        """Return True, because only the hook of ``param`` knows whether it uses our memory."""
-        return True
-
-    def reclaim(self) -> list[int]:
-        """See ``Unsharded``; do nothing, because hooks give parameters their memory."""
-        return []
+            self._in_flight = self._gather()
+        self.finish()
 
     def start(self) -> None:
-        """Start the all-gather, for a refresh into memory that is already allocated."""
-        if self._is_whole:  # the constructor has just gathered
-            self._is_whole = False
-            return
-        with torch.inference_mode(False), torch.no_grad(), self._lanes.on(Lane.GATHER):
-            for part in self._parts:
-                part.ask(self.shards)
-            self._send()
-
-    def finish(self) -> None:
-        """Make the unsharded parameters usable on the compute lane."""
-        if self._in_flight is None:
-            return
-        with torch.inference_mode(False), torch.no_grad(), self._lanes.on(Lane.GATHER):
-            self._receive()
-        self._lanes.join(Lane.COMPUTE, Lane.GATHER)
+        """See ``Unsharded``."""
+        if self._has_gathered:
+            self._has_gathered = False
+        else:
+            super().start()
 
     def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
-        """Free the memory once compute is done with it, unless ``keep_memory`` is set.
+        """See ``Unsharded``."""
+        self._has_gathered = False
+        super().free(keep_memory=keep_memory)
 
-        In the middle of a gather, nothing is freed, and ``is_lost`` is set.
-        """
-        self._is_whole = False
-        if self._in_flight is not None:
-            self._in_flight, self.is_lost = None, True
-            for part in self._parts:
-                part.leave()
-            return
-        self._lanes.join(Lane.GATHER, Lane.COMPUTE)
-        if keep_memory:
-            return
-        with self._lanes.on(Lane.GATHER):
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _ask(self) -> None:
+        for part in self._parts:
+            part.ask(self._shards)
+
+    def _gather(self) -> Pending:
+        outputs, sources = self._outputs, self._sources
+        return self._comm.all_gather(outputs, sources) if outputs else Done()
+
+    def _send(self) -> Pending:
+        self._ask()
+        return self._gather()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _receive(self) -> None:
+        for part in self._parts:
+            part.receive(self._shards)
+
+    def _free(self, *, to_secondary: bool, keep_memory: bool) -> None:
+        if not keep_memory:
             for part in self._parts:
                 part.free()
 
-    def _send(self) -> None:
-        outputs, sources = self._outputs, self._sources
-        self._in_flight = self._comm.all_gather(outputs, sources) if outputs else Done()
-
-    def _receive(self) -> None:
-        assert self._in_flight is not None
-        self._lanes.wait(self._in_flight)
-        self._in_flight = None
+    def _leave(self) -> None:
         for part in self._parts:
-            part.receive(self.shards)
-
-
-AnyUnsharded: TypeAlias = Unsharded | ExtendedUnsharded
+            part.leave()
 
 
 class _Kind(NamedTuple):

@@ -14,9 +14,9 @@ from torch.autograd.graph import Node
 
 from fullshard._torch import autograd as _autograd
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.extended import AnyUnsharded
 from fullshard.engine.reduce import Gradients
 from fullshard.engine.spec import BucketSpec
+from fullshard.engine.unshard import Unsharded
 from fullshard.errors import AssertedProtocolError, BusyError, ProtocolError, UnsupportedError
 from fullshard.schedule import UnitPolicy, UnitState
 
@@ -191,7 +191,7 @@ class Unit:
             f"{ranks} rank(s), {shards:,} bytes a rank, {self.nbytes:,} unsharded"
         )
 
-    def sides(self) -> tuple[AnyUnsharded | None, ...]:
+    def sides(self) -> tuple[Unsharded | None, ...]:
         """Return the unsharded sides; a graph compares them with those that its forward read."""
         return tuple(bucket.unsharded for bucket in self.buckets)
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fullshard._torch import device as _device
 from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, BufferKind, Lane, LaneEvent, Lanes, StorageMeter
+from fullshard.engine.shard import FlatShard, Shards
 from fullshard.engine.spec import BucketSpec, Outbound
 from fullshard.layout import GatherPlan, Layout, StridedCopy, even_from, plan_gather, round_up
 from fullshard.tensors import local_part
@@ -21,68 +22,114 @@ _ADDRESS = Tensor.data_ptr
 class Unsharded:
     """The unsharded parameters of a bucket, whose memory comes and goes.
 
-    ``start`` and ``finish`` gather; ``free`` frees the memory, all of it or all but a secondary
-    shard, from which the next ``start`` gathers. The scheduler makes sure that the three are called
-    in turn. Each parameter is made from ``.data`` of a view of the buffer, so that it has its own
-    version counter and no base. So to autograd, the engine's writes to the buffer modify nothing.
+    ``start`` and ``finish`` gather; ``free`` frees the memory. The scheduler makes sure that the
+    three are called in turn. This class knows what is under way; its subclasses know the way from
+    the shards to ``params``:
+
+        BorrowedUnsharded   the shard itself: one rank has all of it, in the right dtype.
+        FlatUnsharded       one buffer for all parameters.
+        HookedUnsharded     memory of their own for parameters with all-gather hooks.
 
     ``is_lost``: True once ``free`` was called in the middle of a gather, which happens only after a
     fault. The backend may still write to the memory, so the object cannot be used any more.
     """
 
+    params: list[nn.Parameter]
+    borrows = False
+    """True if the parameters share the memory of the shard."""
     is_lost = False
 
-    def __init__(self, spec: BucketSpec, shard: Tensor, lanes: Lanes, meter: StorageMeter) -> None:
-        self.shard = shard
+    def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._in_flight: Pending | None = None
-        dtype = spec.unsharded_dtype(shard.dtype)
-        layout = spec.layout
-        device = shard.device if spec.offload is None or shard.is_meta else spec.device
-        is_alone = layout.world == 1 and layout.zero_copy
-        self.borrows = is_alone and dtype == shard.dtype and spec.offload is None
-        with torch.inference_mode(False), torch.no_grad():
-            numel = layout.unsharded_numel
-            if spec.secondary is not None:
-                numel = round_up(numel, spec.secondary.world)
-            self._buffer = (
-                None
-                if self.borrows
-                else Buffer(numel, dtype, device, kind=BufferKind.UNSHARDED, meter=meter)
-            )
-            self._secondary: _Secondary | None = None
-            flat = shard if self._buffer is None else self._buffer.tensor
-            views = [
-                flat.narrow(0, offset, param.numel).view(param.shape).data
-                for param, offset in zip(layout.params, layout.unsharded_offsets, strict=True)
-            ]
-            self.params = [spec.unsharded_param(i, view) for i, view in enumerate(views)]
-            self._plain = [param for param in self.params if not isinstance(param, DTensor)]
-            self._memory = [
-                view
-                for view, param in zip(views, self.params, strict=True)
-                if not isinstance(param, DTensor)
-            ]
-            if self._buffer is not None:
-                self._gather = _Gather(spec, self._buffer, lanes, meter)
-                if spec.secondary is not None:
-                    comm = lanes.wire(Lane.GATHER, spec.secondary)
-                    self._secondary = _Secondary(comm, self._buffer, meter)
-                self._buffer.free()
+
+    def start(self) -> None:
+        """Start the all-gather, for a refresh into memory that is already allocated."""
+        with self._lanes.on(Lane.GATHER):
+            self._in_flight = self._send()
+
+    def finish(self) -> None:
+        """Make the unsharded parameters usable on the compute lane."""
+        if self._in_flight is None:
+            return
+        with self._lanes.on(Lane.GATHER):
+            self._lanes.wait(self._in_flight)
+            self._in_flight = None
+            self._receive()
+        self._lanes.join(Lane.COMPUTE, Lane.GATHER)
+
+    def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
+        """Free the memory once compute is done with it, except a secondary shard if asked.
+
+        With ``keep_memory`` nothing is freed, and the next gather writes to the same place. In the
+        middle of a gather, nothing is freed, and ``is_lost`` is set.
+        """
+        if self._in_flight is not None:  # of a step that a fault ended: it will never end
+            self._in_flight, self.is_lost = None, True
+            self._leave()
+            return
+        self._lanes.join(Lane.GATHER, Lane.COMPUTE)
+        with self._lanes.on(Lane.GATHER):
+            self._free(to_secondary=to_secondary, keep_memory=keep_memory)
 
     def owns(self, param: nn.Parameter) -> bool:
-        """Return whether ``param``, one of ``params``, still uses our memory."""
-        flat = self.shard if self._buffer is None else self._buffer.tensor
-        storage = local_part(param).untyped_storage()
-        return storage.data_ptr() == flat.untyped_storage().data_ptr()
+        """Return whether ``param``, one of ``params``, still uses our memory, as far as we know."""
+        return True
 
     def reclaim(self) -> list[int]:
         """Point parameters with foreign ``data`` back to our memory; return their indices.
 
         While no memory is allocated, do nothing: nobody reads them, and ``start`` calls this again.
         """
-        if self._buffer is not None and not self._buffer.allocated:
-            return []
+        return []
+
+    def takes(self, shards: Shards) -> bool:
+        """Gather from ``shards`` from now on, alike in kind; return False if that cannot be."""
+        return False
+
+    def _send(self) -> Pending | None:
+        """Start to gather; return None if there is nothing to wait for."""
+        raise NotImplementedError
+
+    def _receive(self) -> None:
+        """Make the parameters from what has arrived."""
+        raise NotImplementedError
+
+    def _free(self, *, to_secondary: bool, keep_memory: bool) -> None:
+        """Free the memory."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """Forget the memory; see ``Buffer.leave``."""
+        raise NotImplementedError
+
+
+class _Views:
+    """Parameters over 1-D memory that another object allocates and frees.
+
+    Each parameter is made from ``.data`` of a view, so that it has its own version counter and no
+    base. So to autograd, the engine's writes to the memory modify nothing.
+    """
+
+    def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
+        self._flat = flat
+        layout = spec.layout
+        views = [
+            flat.narrow(0, offset, param.numel).view(param.shape).data
+            for param, offset in zip(layout.params, layout.unsharded_offsets, strict=True)
+        ]
+        self.params = [spec.unsharded_param(i, view) for i, view in enumerate(views)]
+        pairs = list(zip(self.params, views, strict=True))
+        self._plain = [param for param, _ in pairs if not isinstance(param, DTensor)]
+        self._memory = [view for param, view in pairs if not isinstance(param, DTensor)]
+
+    def owns(self, param: nn.Parameter) -> bool:
+        """See ``Unsharded``."""
+        storage = local_part(param).untyped_storage()
+        return storage.data_ptr() == self._flat.untyped_storage().data_ptr()
+
+    def reclaim(self) -> list[int]:
+        """See ``Unsharded``."""
         if list(map(_ADDRESS, self._plain)) == list(map(_ADDRESS, self._memory)):
             return []
         replaced = []
@@ -92,55 +139,103 @@ class Unsharded:
                 replaced.append(next(i for i, one in enumerate(self.params) if one is param))
         return replaced
 
+
+class BorrowedUnsharded(Unsharded):
+    """Parameters over the memory of the shard; nothing is gathered or freed."""
+
+    borrows = True
+
+    def __init__(self, spec: BucketSpec, shard: Tensor, lanes: Lanes) -> None:
+        super().__init__(lanes)
+        with torch.inference_mode(False), torch.no_grad():
+            self._views = _Views(spec, shard)
+        self.params = self._views.params
+
+    def owns(self, param: nn.Parameter) -> bool:
+        """See ``Unsharded``."""
+        return self._views.owns(param)
+
+    def reclaim(self) -> list[int]:
+        """See ``Unsharded``."""
+        return self._views.reclaim()
+
     def start(self) -> None:
-        """Start the all-gather, for a refresh into memory that is already allocated."""
-        if self._buffer is None:
-            self.reclaim()
-            return
-        with self._lanes.on(Lane.GATHER):
-            if self._secondary is not None and self._secondary.kept:
-                self._in_flight = self._secondary.start()
-            else:
-                self._in_flight = self._gather.start(self.shard)
+        """See ``Unsharded``."""
         self.reclaim()
 
-    def finish(self) -> None:
-        """Make the unsharded parameters usable on the compute lane."""
-        if self._in_flight is None:
-            return
-        with self._lanes.on(Lane.GATHER):
-            self._lanes.wait(self._in_flight)
-            if self._secondary is not None and self._secondary.kept:
-                self._secondary.free()
-            else:
-                self._gather.finish()
-        self._in_flight = None
-        self._lanes.join(Lane.COMPUTE, Lane.GATHER)
-
     def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
-        """Free the memory once compute is done with it, except a secondary shard if asked.
+        """See ``Unsharded``."""
 
-        With ``keep_memory`` the buffer is not freed, and the next gather writes to the same place.
-        In the middle of a gather, nothing is freed, and ``is_lost`` is set.
-        """
-        if self._buffer is None:
-            return
-        if self._in_flight is not None:  # of a step that a fault ended: it will never end
-            self._in_flight, self.is_lost = None, True
-            self._buffer.leave()
-            self._gather.leave()
-            if self._secondary is not None:
-                self._secondary.leave()
-            return
-        self._lanes.join(Lane.GATHER, Lane.COMPUTE)
-        with self._lanes.on(Lane.GATHER):
-            if self._secondary is not None:
-                if to_secondary:
-                    self._secondary.keep()
-                else:
-                    self._secondary.free()
-            if not keep_memory:
-                self._buffer.free()
+
+class FlatUnsharded(Unsharded):
+    """Parameters in one buffer, which is gathered in place or by way of staging buffers.
+
+    With a secondary shard, all but this shard can be freed, and the next ``start`` gathers from it.
+    """
+
+    def __init__(self, spec: BucketSpec, shard: Tensor, lanes: Lanes, meter: StorageMeter) -> None:
+        super().__init__(lanes)
+        self._shard = shard
+        dtype = spec.unsharded_dtype(shard.dtype)
+        device = shard.device if spec.offload is None or shard.is_meta else spec.device
+        numel = spec.layout.unsharded_numel
+        if spec.secondary is not None:
+            numel = round_up(numel, spec.secondary.world)
+        with torch.inference_mode(False), torch.no_grad():
+            self._buffer = Buffer(numel, dtype, device, kind=BufferKind.UNSHARDED, meter=meter)
+            self._views = _Views(spec, self._buffer.tensor)
+            self.params = self._views.params
+            self._gather = _Gather(spec, self._buffer, lanes, meter)
+            self._secondary: _Secondary | None = None
+            if spec.secondary is not None:
+                comm = lanes.wire(Lane.GATHER, spec.secondary)
+                self._secondary = _Secondary(comm, self._buffer, meter)
+            self._buffer.free()
+
+    def owns(self, param: nn.Parameter) -> bool:
+        """See ``Unsharded``."""
+        return self._views.owns(param)
+
+    def reclaim(self) -> list[int]:
+        """See ``Unsharded``."""
+        return self._views.reclaim() if self._buffer.allocated else []
+
+    def takes(self, shards: Shards) -> bool:
+        """See ``Unsharded``."""
+        assert isinstance(shards, FlatShard)
+        self._shard = shards.flat
+        return True
+
+    def start(self) -> None:
+        """See ``Unsharded``."""
+        super().start()
+        self.reclaim()
+
+    def _send(self) -> Pending:
+        if self._secondary is not None and self._secondary.kept:
+            return self._secondary.start()
+        return self._gather.start(self._shard)
+
+    def _receive(self) -> None:
+        if self._secondary is not None and self._secondary.kept:
+            self._secondary.free()
+        else:
+            self._gather.finish()
+
+    def _free(self, *, to_secondary: bool, keep_memory: bool) -> None:
+        if self._secondary is not None:
+            if to_secondary:
+                self._secondary.keep()
+            else:
+                self._secondary.free()
+        if not keep_memory:
+            self._buffer.free()
+
+    def _leave(self) -> None:
+        self._buffer.leave()
+        self._gather.leave()
+        if self._secondary is not None:
+            self._secondary.leave()
 
 
 class _Secondary:
