@@ -307,13 +307,13 @@ def test_what_a_rank_hides_is_no_matter_to_others(
         assert walk.at_rest
 
 
-def test_what_is_hidden_stays_in_memory() -> None:
+def test_what_is_hidden_is_retained_with_all_that_its_carrier_carries() -> None:
     walk = sparse()
     step(walk, {2: [0], 5: []}, hidden=[2])
-    assert walk.unsharded == {0, 1, 2}
-    assert wire(walk).count("unshard 2") == 2
-    step(walk, {2: [0], 5: []})
     assert walk.at_rest
+    said = walk.take()
+    assert said.count("retain 2") == said.count("retain 0") == said.count("retain 1") == 1
+    assert "retain 5" not in said
 
 
 def test_weights_that_change_in_a_forward_are_gathered_for_all_or_none() -> None:

@@ -355,47 +355,29 @@ def test_without_gradients_everything_is_sharded_after_the_root() -> None:
     assert walk.at_rest
 
 
-def test_a_hidden_output_holds_its_unit_until_the_weights_are_others() -> None:
-    walk = Walk(2)
-    roots = []
-    for number in range(2):
-        walk.say(when.ForwardEnter(walk.root))
-        roots.append(walk.machine.current_use)
-        actions = walk.say(when.ForwardEnter(0))
-        assert [str(a) for a in actions] == (["wait 0"] if number else ["unshard 0", "wait 0"])
-        actions = walk.say(when.ForwardExit(0, follows=Follows.HIDDEN))
-        assert [str(a) for a in actions] == ["conceal 0"]
-        walk.say(when.ForwardExit(walk.root, follows=Follows.BACKWARD))
-    for root in roots:
-        task = walk.new_task()
-        walk.say(when.BackwardEnter(walk.root, root, task, until=root + 1))
-        walk.say(when.GradsReady(0, task))
-        walk.say(when.TaskEnd(task))
-        assert walk.unsharded == {0}
-    walk.forward(order=[1])
-    assert 0 in walk.unsharded
-    walk.say(when.WeightsChanged())
-    assert 0 in walk.unsharded
-    walk.take()
-    walk.step(order=[1])
-    assert walk.take()[0] == "reshard 0"
-    assert walk.at_rest
+@pytest.mark.parametrize("policy", [UnitPolicy(), KEEP, SECONDARY], ids=["free", "keep", "few"])
+def test_a_hidden_output_changes_nothing_but_what_is_retained(policy: UnitPolicy) -> None:
+    """Only one rank may have it, such as the one that logs a norm."""
+    said: list[list[str]] = []
+    for follows in (Follows.BACKWARD, Follows.HIDDEN):
+        walk = Walk(2, policy=policy)
+        for _ in range(3):
+            walk.backward(walk.forward(follows=follows))
+            walk.say(when.WeightsChanged())
+        assert walk.at_rest
+        said.append(walk.take())
+    usual, hidden = said
+    assert [action for action in hidden if not action.startswith("retain")] == usual
+    assert hidden.count("retain 0") == hidden.count("retain 1") == 3
 
 
-@pytest.mark.parametrize("reset", [when.Reset(), when.UserReshard(0)])
-def test_a_hidden_hold_ends_with_its_weights_or_a_reset(reset: when.Trigger) -> None:
+def test_a_backward_that_keeps_its_graph_retains_the_memory() -> None:
     walk = Walk(1)
-    walk.say(when.ForwardEnter(0))
-    walk.say(when.ForwardExit(0, follows=Follows.HIDDEN))
-    if isinstance(reset, when.UserReshard):
-        assert [str(action) for action in walk.say(reset)] == ["conceal 0"]
-        assert not walk.say(reset)
-        walk.say(when.UserUnshard(0))
-        assert [str(action) for action in walk.say(when.UserWait(0))] == ["wait 0"]
-        assert [str(action) for action in walk.say(reset)] == ["conceal 0"]
-        walk.say(when.WeightsChanged())
-    assert "reshard 0" in [str(action) for action in walk.say(reset)]
-    assert walk.at_rest
+    ((_, root), (unit, use)) = walk.forward()
+    task = walk.new_task()
+    walk.say(when.BackwardEnter(walk.root, root, task, until=use))
+    enter = when.BackwardEnter(unit, use, task, until=use, keeps_graph=True)
+    assert "retain 0" in [str(action) for action in walk.say(enter)]
 
 
 def test_what_is_used_twice_is_reduced_when_backward_leaves_its_first_use() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fullshard._torch.memory import num_holders
 from fullshard._torch.names import VERSION, Private
 
 private = Private(__name__, "training")
@@ -119,6 +120,17 @@ def gradient_node(tensor: Tensor) -> Node:
     node = computed.next_functions[0][0]
     assert node is not None
     return node
+
+
+@cache
+def num_holders_of_a_node() -> int:
+    """Return by how much ``num_holders`` of a leaf grows while its ``gradient_node`` is held."""
+    leaf = torch.zeros((), requires_grad=True)
+    before = num_holders([leaf])
+    node = gradient_node(leaf)
+    after = num_holders([leaf])
+    del node
+    return after - before
 
 
 def set_grad(param: Tensor, grad: Tensor | None) -> None:

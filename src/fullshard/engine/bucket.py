@@ -43,8 +43,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fullshard._torch import autograd as _autograd
+from fullshard._torch import memory as _memory
 from fullshard.comm import Label
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
@@ -56,7 +58,7 @@ from fullshard.engine.shard import FlatShard, Shards, carry_put_on, check_at_hom
 from fullshard.engine.spec import BucketSpec, num_flags
 from fullshard.engine.unshard import BorrowedUnsharded, FlatUnsharded, Unsharded
 from fullshard.errors import ConfigError, ProtocolError
-from fullshard.tensors import gathered_by_itself
+from fullshard.tensors import gathered_by_itself, local_part
 
 
 class BucketFront(ReduceFront, Protocol):
@@ -88,6 +90,7 @@ class Bucket:
         self.waiting = Waiting()
         self.reduce_policy = ReducePolicy()
         self.keeps_memory = False  # True: resharding does not free the unsharded parameters
+        self._num_holders = 0  # of the unsharded parameters, when they were made
         self._requires_grad: list[bool] | None = None  # last flags set on unsharded parameters
         # Each ``grad_dtype`` that the user set, because casts and loads forget it.
         self._set_grad_dtypes = list(map(_autograd.explicit_grad_dtype, self.sharded_params))
@@ -167,7 +170,25 @@ class Bucket:
             dtypes = self.grad_dtypes(params[0].dtype)
             self.gradients = Gradients(self, params, dtypes, lanes, meter)
             self._requires_grad = None
+            self._num_holders = self._count_holders()
         return self.materialized
+
+    def is_read(self, num_nodes: int) -> bool:
+        """Return whether others may read the unsharded parameters, which no module shows now.
+
+        Counted are objects that hold the parameters, or tensors in their memory, such as autograd
+        nodes that have saved them. ``num_nodes``: how many nodes of parameters the unit holds.
+        """
+        if self.materialized.borrows:
+            return False
+        by_nodes = num_nodes * _autograd.num_holders_of_a_node()
+        return self._count_holders() != self._num_holders + by_nodes
+
+    def _count_holders(self) -> int:
+        params: list[Tensor] = list(self.materialized.params)
+        inside = [local_part(param) for param in params if isinstance(param, DTensor)]
+        storages = [local_part(param).untyped_storage() for param in params]
+        return _memory.num_holders(params + inside) + _memory.num_owners(storages)
 
     def _make_unsharded(self, lanes: Lanes, meter: StorageMeter) -> Unsharded:
         if not isinstance(self.shards, FlatShard) or self._any_hooks():
@@ -283,10 +304,11 @@ class Bucket:
                 sharded.requires_grad_(flag)
         self._requires_grad = flags
 
-    def reshard(self, *, to_secondary: bool = False) -> None:
-        """Free the memory of the unsharded parameters, unless ``keeps_memory`` is set."""
+    def reshard(self, *, to_secondary: bool = False, retained: bool = False) -> None:
+        """Free the memory of the unsharded parameters, unless ``keeps_memory`` or ``retained``."""
         if self.unsharded is not None:
-            self.unsharded.free(to_secondary=to_secondary, keep_memory=self.keeps_memory)
+            keep = self.keeps_memory or retained
+            self.unsharded.free(to_secondary=to_secondary, keep_memory=keep)
 
     def dematerialize(self) -> None:
         """Forget the unsharded side, except waiting gradients; only while resharded."""

@@ -20,7 +20,7 @@ from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.reduce import Gradients, resolve_presence
 from fullshard.engine.steps import StepLog
-from fullshard.engine.unit import Unit, check_lent_alike
+from fullshard.engine.unit import Retained, Unit, check_lent_alike
 from fullshard.errors import BusyError, PeerError, ProtocolError, TornStepError
 from fullshard.schedule import (
     IN_USE,
@@ -70,7 +70,7 @@ class Engine:
         self._lanes: Lanes | None = None
         self._uses: dict[int, Use] = {}  # the last use of each unit
         self._unread: list[Gradients] = []  # presence flags to be read once backward has ended
-        self._warned_hidden: set[int] = set()
+        self.retained = Retained(self.scheduler)
         for key, unit in enumerate(units):
             unit.key = key
             unit.engine = self
@@ -229,6 +229,8 @@ class Engine:
             was_open = self.steps.is_open
             try:
                 self.act_all(actions, to_the_end=True)
+                if not self.scheduler.in_backward:
+                    self.retained.free(at_once=type(trigger) is when.Reset)
             finally:
                 if type(trigger) is when.Reset:
                     self.steps.forget()
@@ -239,6 +241,8 @@ class Engine:
                 self.steps.check_kept()  # the others drop this step, and raise
         elif actions:
             self.act_all(actions, to_the_end=False)
+        if type(trigger) is when.UserReshard:
+            self.retained.free()
 
     def run_dry(self, lanes: Lanes) -> None:
         """Run from now on with parameters on the meta device, on ``lanes`` where nothing happens.
@@ -307,6 +311,7 @@ class Engine:
                 )
             self.steps.thread = here
         if self.scheduler.idle:
+            self.retained.free()
             check_lent_alike(self.units, "a forward")
             self.prepare(self.units)
             if task == NO_TASK:
@@ -347,7 +352,7 @@ class Engine:
         if failed:
             follows = Follows.NOTHING
         if follows is Follows.HIDDEN and _autograd.current_task() == NO_TASK:
-            self._warn_hidden(unit)
+            self.retained.warn(unit)
         self._exit(unit, member, follows, failed=failed)
 
     def _is_in_forward_elsewhere(self) -> bool:
@@ -431,19 +436,6 @@ class Engine:
             state.reduction_nbytes = unit.reduction_nbytes
         elif unit.was_written() and state.residency:
             self.trigger(when.WeightsChanged())
-
-    def _warn_hidden(self, unit: Unit) -> None:
-        carrier = self.scheduler.residents.units[unit.key].carrier
-        if unit.key in self._warned_hidden or carrier is not None:  # the carrier sees more
-            return
-        self._warned_hidden.add(unit.key)
-        log.warning(
-            "unit %s: the newest autograd node of its forward is not an output that can be found "
-            "in lists, tuples, mappings and dataclasses, or a custom Function returns tensors on "
-            "another device; the unit stays in memory until the first forward after an optimizer "
-            "step. Return the tensor, or detach what needs no gradient",
-            unit.name or "(root)",
-        )
 
     # actions
 
@@ -554,11 +546,16 @@ def _conceal(_: Engine, unit: Unit) -> None:
     unit.registration.show_sharded(unit.buckets)
 
 
+def _retain(engine: Engine, unit: Unit) -> None:
+    """Keep the unsharded memory of the unit when it is resharded, see ``Op.RETAIN``."""
+    engine.retained.add(unit)
+
+
 def _reshard(engine: Engine, unit: Unit, *, to_secondary: bool = False) -> None:
     """Show the sharded parameters and free the unsharded ones, except secondary shards."""
     _conceal(engine, unit)
     for bucket in unit.buckets:
-        bucket.reshard(to_secondary=to_secondary)
+        bucket.reshard(to_secondary=to_secondary, retained=unit in engine.retained)
 
 
 def _forget(_: Engine, unit: Unit) -> None:
@@ -581,6 +578,7 @@ _ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
     Op.UNSHARD: _unshard,
     Op.WAIT: _wait,
     Op.CONCEAL: _conceal,
+    Op.RETAIN: _retain,
     Op.RESHARD: _reshard,
     Op.RESHARD_TO_SECONDARY: partial(_reshard, to_secondary=True),
     Op.REDUCE_SCATTER: _each(Gradients.start),

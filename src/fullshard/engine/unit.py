@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -18,7 +19,9 @@ from fullshard.engine.reduce import Gradients
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
 from fullshard.errors import AssertedProtocolError, BusyError, ProtocolError, UnsupportedError
-from fullshard.schedule import UnitPolicy, UnitState
+from fullshard.schedule import Residency, Scheduler, UnitPolicy, UnitState
+
+log = logging.getLogger("fullshard")
 
 
 class Registration(Protocol):
@@ -227,6 +230,16 @@ class Unit:
             self._grad_nodes = (trainable, nodes)
         return self._grad_nodes[1]
 
+    def is_read(self) -> bool:
+        """Return whether others may read the unsharded parameters, which no module shows now."""
+        flags = iter(() if self._grad_nodes is None else self._grad_nodes[0])
+        for bucket in self.buckets:
+            if bucket.unsharded is not None:
+                num_nodes = sum(islice(flags, len(bucket.unsharded.params)))
+                if bucket.is_read(num_nodes):
+                    return True
+        return False
+
     def forget_nodes(self) -> None:
         """Forget the nodes of ``grad_nodes``, because the unsharded parameters are new objects."""
         self._grad_nodes = None
@@ -298,6 +311,54 @@ class Unit:
                 f"{', '.join(names)}. The others are dropped; write between steps, or inside "
                 "of unshard_params()"
             )
+
+
+class Retained:
+    """The units whose unsharded memory is kept for graphs that we do not see, see ``Op.RETAIN``."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._residents = scheduler.residents
+        self._units: dict[Unit, int] = {}  # with the generation of the weights
+        self._has_warned = False
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._units
+
+    def add(self, unit: Unit) -> None:
+        """Keep the memory of ``unit`` when it is resharded."""
+        self._units[unit] = self._residents.generation
+
+    def free(self, *, at_once: bool = False) -> None:
+        """Free the memory of units that are sharded now, once no graph can read it.
+
+        That is so if nothing but the unit refers to the parameters or to their memory. The memory
+        of old weights is freed in any case, and with ``at_once`` all of it.
+        """
+        for unit, generation in tuple(self._units.items()):
+            is_old = at_once or generation != self._residents.generation
+            if self._residents.units[unit.key].residency is Residency.SHARDED:
+                if not is_old and unit.is_read():
+                    continue
+                for bucket in unit.buckets:
+                    bucket.reshard()
+            elif not is_old:
+                continue
+            del self._units[unit]
+
+    def warn(self, unit: Unit) -> None:
+        """Tell the user once what keeps the memory, unless the carrier of ``unit`` keeps it."""
+        if self._has_warned or self._residents.units[unit.key].carrier is not None:
+            return
+        self._has_warned = True
+        log.warning(
+            "unit %s: its forward made an autograd node that is newer than every output found in "
+            "lists, tuples, mappings and dataclasses, or handed out a parameter, or a custom "
+            "Function returned tensors on another device. So the memory of its unsharded "
+            "parameters is kept until the end of backward, or for as long as something refers to "
+            "them. Return the tensor, or detach what needs no gradient, such as y.detach().norm() "
+            "for a log. Other units are not reported",
+            unit.name or "(root)",
+        )
 
 
 def check_lent_alike(units: Sequence[Unit], what: str) -> None:

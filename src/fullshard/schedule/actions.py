@@ -36,6 +36,8 @@ class Op(enum.StrEnum):
     """Make the unsharded parameters usable and show them in the modules."""
     CONCEAL = "conceal", "is_local"
     """Show the sharded parameters, but keep the unsharded storage."""
+    RETAIN = "retain", "is_local"
+    """Keep the unsharded memory for a graph that may read it on a path that we do not see."""
     RESHARD = "reshard", "is_local"
     """Show the sharded parameters and free the unsharded storage."""
     RESHARD_TO_SECONDARY = "reshard_to_secondary"
@@ -84,6 +86,7 @@ class UnitActions(NamedTuple):
     unshard: Action
     wait: Action
     conceal: Action
+    retain: Action
     reshard: Action
     reshard_to_secondary: Action
     reduce_scatter: Action

@@ -10,9 +10,6 @@ Actions = list[Action]
 # Looking up an enum member takes longer than the work that needs the member.
 _SHARDED, _SECONDARY, _GATHERING, _UNSHARDED, _CONCEALED = Residency
 
-# Holds that keep a unit in memory without being shown by the modules.
-_UNSEEN = Hold.HIDDEN | Hold.LATE
-
 
 class Residents:
     """All units with their residencies; methods append the actions that they need to ``out``.
@@ -25,7 +22,6 @@ class Residents:
         self.units: dict[int, UnitState] = {}
         self.generation = 0
         self.root: UnitState | None = None
-        self.hidden: set[int] = set()
         self._late: tuple[UnitState, bool] | None = None  # the unit; True: to secondary
         self._held_nbytes = 0
 
@@ -88,27 +84,13 @@ class Residents:
         for one in state.carries:
             self.wait(one, out)
 
-    def hide(self, state: UnitState) -> None:
-        """Hold the unit until the weights change: a graph that we do not see may read it."""
-        state.holds |= Hold.HIDDEN
-        self.hidden.add(state.key)
+    def retain(self, state: UnitState, out: Actions) -> None:
+        """Keep the unit's memory when it is resharded: a graph that we do not see may read it.
 
-    def end_stale_hidden(self, out: Actions) -> None:
-        """Release the units whose hidden graphs belong to weights that have changed since."""
-        for state in [self.units[key] for key in sorted(self.hidden)]:
-            if state.generation != self.generation and not state.holds & IN_USE:
-                self._unhide(state, out)
-
-    def unhide_all(self, out: Actions) -> None:
-        """Release all hidden units."""
-        for key in sorted(self.hidden):
-            self._unhide(self.units[key], out)
-
-    def _unhide(self, state: UnitState, out: Actions) -> None:
-        self.hidden.discard(state.key)
-        if state.carries and not state.residency:  # counted as sharded, see ``settle``
-            out.extend(one.do.reshard for one in (state, *state.carries))
-        self.release(state, Hold.HIDDEN, out)
+        Only some ranks may have such a graph. So the unit counts as sharded afterwards, and is
+        gathered again in place, as on other ranks. The engine frees the memory.
+        """
+        out.extend(one.do.retain for one in (state, *state.carries))
 
     def release(
         self, state: UnitState, holds: int, out: Actions, *, to_secondary: bool = False
@@ -118,12 +100,8 @@ class Residents:
         self.settle(state, out, to_secondary=to_secondary)
 
     def settle(self, state: UnitState, out: Actions, *, to_secondary: bool = False) -> None:
-        """Reshard the unit if nothing holds it; conceal it if only ``hidden`` or ``late`` do.
-
-        Ranks may run different units inside of a carrier, so only some ranks may hide it. A hidden
-        carrier keeps its memory, but counts as sharded and is gathered again, as on other ranks.
-        """
-        if not state.residency or state.holds & ~_UNSEEN:
+        """Reshard the unit if nothing holds it; conceal it if only ``late`` does."""
+        if not state.residency or state.holds & ~Hold.LATE:
             return
         if state.residency is _SECONDARY:
             if not to_secondary:
@@ -131,15 +109,10 @@ class Residents:
             return
         if state.residency is _GATHERING:
             self.wait(state, out)  # a buffer cannot be freed while a collective writes into it
-        if state.holds:
-            if state.residency is _UNSHARDED:
-                self._conceal(state, out)
-            if not state.carries or state.holds & Hold.LATE:
-                return
-            if not to_secondary:
-                self._count_as_sharded(state)
-                return
-        self._free(state, out, to_secondary=to_secondary)
+        if not state.holds:
+            self._free(state, out, to_secondary=to_secondary)
+        elif state.residency is _UNSHARDED:
+            self._conceal(state, out)
 
     def put_off(self, state: UnitState, out: Actions, *, to_secondary: bool) -> None:
         """Add a hold so that the unit is freed only once the next gather has begun.
@@ -195,12 +168,6 @@ class Residents:
         out.append(state.do.conceal)
         for one in state.carries:
             self._conceal(one, out)
-
-    def _count_as_sharded(self, state: UnitState) -> None:
-        self._held_nbytes -= state.nbytes
-        state.move(_SHARDED)
-        for one in state.carries:
-            self._count_as_sharded(one)
 
     def _free(self, state: UnitState, out: Actions, *, to_secondary: bool) -> None:
         self._held_nbytes -= state.nbytes

@@ -130,7 +130,6 @@ class Scheduler:
     def _begin_iteration(self, root: UnitState, out: Actions) -> None:
         self.iteration = Iteration(root.key)
         self.residents.root = root
-        self.residents.end_stale_hidden(out)
         self._ahead.follow(self._learned.get(root.key, ()))
         out.append(FENCE)
 
@@ -149,7 +148,7 @@ class Scheduler:
             if outside:
                 uses.forget_past(self.residents.generation)
                 if event.follows is _HIDDEN:
-                    self.residents.hide(state)
+                    self.residents.retain(state, out)
             uses.graphs[uses.open] = 0
         if uses.ran(event.member) or event.failed or not outside:
             self._close_use(state, event, out)
@@ -220,7 +219,7 @@ class Scheduler:
         elif event.accumulates is _ELSEWHERE and event.unit not in task.dealt_with:
             task.due.add(event.unit)
         if event.keeps_graph:
-            self.residents.hide(state)
+            self.residents.retain(state, out)
         state.holds = state.holds & ~Hold.RECOMPUTE | Hold.BACKWARD
         if state.policy.unshard_in_backward or state.carries:
             self.residents.need(state, out)
@@ -376,7 +375,6 @@ class Scheduler:
 
     def _user_reshard(self, event: when.UserReshard, out: Actions) -> None:
         state = self.residents.leading(event.unit)
-        self.residents.end_stale_hidden(out)
         self.residents.release(state, Hold.USER if state.holds & IN_USE else _NOT_IN_USE, out)
 
     def _weights_changed(self, event: when.WeightsChanged, out: Actions) -> None:
@@ -406,7 +404,6 @@ class Scheduler:
             guesses.follow(())
         self.reductions.finish(out)
         self.residents.end_late(out)
-        self.residents.unhide_all(out)
         for state in self.residents.units.values():
             state.uses.open = None
             state.uses.graphs.clear()

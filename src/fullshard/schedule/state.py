@@ -22,8 +22,7 @@ class Residency(enum.IntEnum):
     UNSHARDED = 3
     """In memory and shown by the modules."""
     CONCEALED = 4
-    """In memory for a backward that may come, or until they are freed late; the modules show the
-    sharded parameters."""
+    """In memory until they are freed late; the modules show the sharded parameters."""
 
 
 _GATHERING = Residency.GATHERING
@@ -62,16 +61,13 @@ class Hold:
     """An activation checkpoint ran the forward again; the backward of the use comes next."""
     KEEP = 1 << 3
     """The policy keeps the unit unsharded after forward, or after backward."""
-    HIDDEN = 1 << 4
-    """Gradients may flow back along a path that we do not see, so we cannot tell when all have
-    arrived; this hold lasts until the weights change."""
-    USER = 1 << 5
+    USER = 1 << 4
     """The user called ``unshard()``."""
-    GUESS = 1 << 6
+    GUESS = 1 << 5
     """The unit was prefetched."""
-    LATE = 1 << 7
+    LATE = 1 << 6
     """The use was left; the unit is freed once the next gather begins (``Residents.put_off``)."""
-    CARRIED = 1 << 8
+    CARRIED = 1 << 7
     """The unit moves with its carrier, so nothing else frees it (``Residents.regroup``)."""
 
 
