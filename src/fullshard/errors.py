@@ -57,6 +57,8 @@ class FullshardError(Exception):
 
     Private subclasses, which derive from one more builtin, show in tracebacks as the class of this
     module that they derive from.
+
+    See docs/symptoms.md#fullsharderror.
     """
 
     def __init_subclass__(cls) -> None:
@@ -75,51 +77,87 @@ class FullshardError(Exception):
 
 
 class ConfigError(FullshardError, ValueError):
-    """An argument with a value that cannot work; nothing was changed."""
+    """An argument with a value that cannot work; nothing was changed.
+
+    See docs/symptoms.md#configerror.
+    """
 
 
 class ArgumentTypeError(ConfigError, TypeError):
-    """An argument with a type that cannot work; nothing was changed."""
+    """An argument with a type that cannot work; nothing was changed.
+
+    See docs/symptoms.md#argumenttypeerror.
+    """
 
 
 class AlreadyShardedError(ConfigError, AssertionError):
-    """A module that was passed to ``fully_shard`` before."""
+    """A module that was passed to ``fully_shard`` before.
+
+    See docs/symptoms.md#alreadyshardederror.
+    """
 
 
 class ExtensionError(ConfigError, AssertionError):
-    """All-gather hooks of a tensor that violate their protocol."""
+    """All-gather hooks of a tensor that violate their protocol.
+
+    See docs/symptoms.md#extensionerror.
+    """
 
 
 class AssertedConfigError(ConfigError, AssertionError):
-    """An argument that cannot work, where PyTorch fails an assertion."""
+    """An argument that cannot work, where PyTorch fails an assertion.
+
+    See docs/symptoms.md#assertedconfigerror.
+    """
 
 
 class UnsupportedError(FullshardError, NotImplementedError):
-    """A feature that PyTorch allows, but that cannot be sharded."""
+    """A feature that PyTorch allows, but that cannot be sharded.
+
+    See docs/symptoms.md#unsupportederror.
+    """
 
 
 class NotBuiltError(UnsupportedError):
-    """A part of the documented interface that is not built yet."""
+    """A part of the documented interface that is not built yet.
+
+    See docs/symptoms.md#notbuilterror.
+    """
 
 
 class RaggedOperationError(UnsupportedError):
-    """An operation that has another meaning on the intervals of a ``RaggedTensor``."""
+    """An operation that has another meaning on the intervals of a ``RaggedTensor``.
+
+    See docs/symptoms.md#raggedoperationerror.
+    """
 
 
 class ProtocolError(FullshardError, RuntimeError):
-    """Calls in an order that cannot work, such as a forward with parameters on ``meta``."""
+    """Calls in an order that cannot work, such as a forward with parameters on ``meta``.
+
+    See docs/symptoms.md#protocolerror.
+    """
 
 
 class AssertedProtocolError(ProtocolError, AssertionError):
-    """Calls in an order that cannot work, where PyTorch fails an assertion."""
+    """Calls in an order that cannot work, where PyTorch fails an assertion.
+
+    See docs/symptoms.md#assertedprotocolerror.
+    """
 
 
 class BusyError(ProtocolError, ValueError):
-    """A call during a loan of parameters, a forward or a backward; nothing was changed."""
+    """A call during a loan of parameters, a forward or a backward; nothing was changed.
+
+    See docs/symptoms.md#busyerror.
+    """
 
 
 class CheckpointError(FullshardError, RuntimeError):
-    """A checkpoint that is damaged, or could not be written or read; nothing was changed."""
+    """A checkpoint that is damaged, or could not be written or read; nothing was changed.
+
+    See docs/symptoms.md#checkpointerror.
+    """
 
 
 class PeerError(FullshardError, RuntimeError):
@@ -127,15 +165,23 @@ class PeerError(FullshardError, RuntimeError):
 
     If processes live on, so does the model: gradients are dropped and parameters are sharded. All
     ranks may go on with the next step.
+
+    See docs/symptoms.md#peererror.
     """
 
 
 class FailedRankError(PeerError):
-    """A rank failed by an error that is not of fullshard; told on all ranks."""
+    """A rank failed by an error that is not of fullshard; told on all ranks.
+
+    See docs/symptoms.md#failedrankerror.
+    """
 
 
 class LostRankError(PeerError):
-    """A peer process, which exchanges parameters or gradients with us, that ended or hangs."""
+    """A peer process, which exchanges parameters or gradients with us, that ended or hangs.
+
+    See docs/symptoms.md#lostrankerror.
+    """
 
 
 class TornStepError(FullshardError, RuntimeError):
@@ -143,16 +189,27 @@ class TornStepError(FullshardError, RuntimeError):
 
     One rank caught an exception after the step's last collective, when the others had already
     stepped, or in the middle of a step of its optimizer.
+
+    See docs/symptoms.md#tornsteperror.
     """
 
 
 class NonFiniteError(FullshardError, RuntimeError):
-    """A loss or gradient norm that is not finite, raised because the caller asked for the check."""
+    """A loss or gradient norm that is not finite, raised because the caller asked for the check.
+
+    See docs/symptoms.md#nonfiniteerror.
+    """
 
 
 class LayoutError(FullshardError, ValueError):
-    """A layout that would break one of its invariants."""
+    """A layout that would break one of its invariants.
+
+    See docs/symptoms.md#layouterror.
+    """
 
 
 class TorchVersionError(FullshardError, ImportError):
-    """A feature needs a private name of PyTorch that the installed version does not have."""
+    """A feature needs a private name of PyTorch that the installed version does not have.
+
+    See docs/symptoms.md#torchversionerror.
+    """
