@@ -24,6 +24,7 @@ import torch
 import fullshard
 from fullshard import comm
 from fullshard.checkpoint import Checkpointer
+from fullshard.errors import ProtocolError
 from tests.ranks.pool import RankPool
 from tests.recording import Recording
 
@@ -58,6 +59,11 @@ def program_of(page: str) -> str:
     return re.sub(r"^([A-Z]+(?:, [A-Z]+)*) = (.+)$", small, program, flags=re.MULTILINE)
 
 
+def left_out(program: str, text: str) -> str:
+    lines = program.splitlines(keepends=True)
+    return "".join(line for line in lines if not text or text not in line)
+
+
 def needed_by(page: str) -> None:
     for package in PACKAGES:
         if f"from {package}" in program_of(page) and importlib.util.find_spec(package) is None:
@@ -75,10 +81,13 @@ def llama(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def run_program(folder: str, page: str) -> tuple[str, dict[str, Any]]:
-    """Run the page's program in ``folder``; returns what it printed, and its names."""
+def run_program(folder: str, page: str, without: str = "") -> tuple[str, dict[str, Any]]:
+    """Run the page's program in ``folder``; returns what it printed, and its names.
+
+    ``without``: leave out the lines with this text.
+    """
     names: dict[str, Any] = {"__name__": "__main__"}
-    program = program_of(page)
+    program = left_out(program_of(page), without)
     with chdir(folder), redirect_stdout(StringIO()) as printed, warnings.catch_warnings():
         if any(f"from {package}" in program for package in PACKAGES):
             warnings.simplefilter("ignore")  # theirs
@@ -130,7 +139,10 @@ def test_a_program_runs_as_the_page_starts_it(folder: Path, page: str) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     through = ("-m", "fullshard.compat") if "-m fullshard.compat" in command else ()
     (folder / "train.py").write_text(program_of(page))
-    assert STARTED[page] in run(folder, *launcher, *through, "train.py")
+    printed = " ".join(run(folder, *launcher, *through, "train.py").split())
+    assert STARTED[page] in printed
+    for text in blocks_of(page, "text"):
+        assert " ".join(text.split()) in printed
 
 
 # What the pages promise
@@ -195,8 +207,47 @@ def test_the_head_is_gathered_and_reduced_once_a_step(
         assert counts == {"all_gather": steps, "reduce_scatter": steps}
 
 
+def weights_without(folder: str, page: str, text: str) -> list[list[float]]:
+    """The head after the page's program, and after it without the lines that have ``text``."""
+    programs = [run_program(folder, page, without)[1] for without in ("", text)]
+    return [names["model"].head.weight.to_local().flatten().tolist() for names in programs]
+
+
+@pytest.mark.parametrize("page", ["chunked-loss.md"])
+def test_the_result_is_the_same_with_a_gather_for_each_chunk(
+    pool: RankPool, folder: Path, page: str
+) -> None:
+    for once, often in pool.run(2, weights_without, str(folder), page, "model.head."):
+        assert once == often
+
+
+def skip_without_tolerance(folder: str, page: str) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        run_program(folder, page, "set_skip_tolerance")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("page", ["text-only-batches.md"])
+def test_without_tolerance_the_tower_is_named(pool: RankPool, folder: Path, page: str) -> None:
+    for error in pool.run(2, skip_without_tolerance, str(folder), page):
+        assert "the gather of unit vision on rank 0" in error
+
+
+def weights_of_the_engine(folder: str, page: str) -> bool:
+    """Whether the engine has the weights that the model has after the last step."""
+    _, names = run_program(folder, page)
+    found, model = names["engine"].model.state_dict(), names["model"]
+    wanted = {name: param.full_tensor().bfloat16() for name, param in model.named_parameters()}
+    return all(found[name].equal(value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("page", ["weights-to-an-engine.md"])
+def test_the_engine_has_the_newest_weights(pool: RankPool, folder: Path, page: str) -> None:
+    assert pool.run(2, weights_of_the_engine, str(folder), page) == [True, True]
+
+
 def average_of(folder: str, page: str) -> float:
-    """How far the average is from the weights at the end, and from its own file."""
+    """How far the average is from the weights at the end."""
     _, names = run_program(folder, page)
     model, average = names["model"], names["average"].module
     pairs = zip(model.parameters(), average.parameters(), strict=True)
