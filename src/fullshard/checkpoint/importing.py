@@ -96,7 +96,7 @@ def load_weights(
         LostRankError: a rank ended or hangs.
         ProtocolError: during a forward, a backward or ``unshard_params``.
 
-        All ranks raise the same.
+    All ranks raise the same.
     """
     await_save()
     folder = Path(folder)

@@ -57,7 +57,7 @@ def load(
             something else, and wait for this one.
         PeerError: a step of another rank failed, which so does not come to this.
 
-        All ranks raise the same, and nothing was changed.
+    All ranks raise the same, and nothing was changed.
     """
     await_save()
     path = Path(path)

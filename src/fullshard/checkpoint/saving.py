@@ -93,7 +93,7 @@ def save(
             something else, and wait for this one.
         PeerError: a step of another rank failed, which so does not come to this.
 
-        All ranks raise the same.
+    All ranks raise the same.
     """
     await_save()
     path = Path(path)

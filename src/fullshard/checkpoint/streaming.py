@@ -89,7 +89,7 @@ def stream_params(
         ProtocolError: during a forward, a backward or ``unshard_params``.
         LostRankError: a rank ended or hangs.
 
-        All ranks raise the same.
+    All ranks raise the same.
     """
     await_save()
     council = Council("stream parameters", "stream", "weights")

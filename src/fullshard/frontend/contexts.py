@@ -75,7 +75,7 @@ def unshard_params(
         ProtocolError: during a forward or backward, if a unit is already lent or on the meta
             device, or, on exit, if ``check`` found differences.
 
-        After any of these errors, the units are as usable as before.
+    After any of these errors, the units are as usable as before.
     """
     flags = {
         "writeback": writeback,

@@ -129,7 +129,7 @@ def fully_shard(
             (``NotImplementedError`` s).
         ProtocolError: if called during a forward or backward.
 
-        After any of these errors, nothing was changed.
+    After any of these errors, nothing was changed.
     """
     choices = checked_choices(
         mesh=mesh,
