@@ -2,6 +2,8 @@
 # make test  ARGS=tests/pure     the tests
 # make test  TORCH=2.15.0        the same on another PyTorch, in an environment of its own
 # make check                     formatting, lint, types, directions of imports
+# make docs                      this documentation as a site, in build/docs
+# make docs-open                 the same, served at http://127.0.0.1:8000
 # make bench                     compares speed with PyTorch's own
 # make format | clean            (clean keeps the environments and runs)
 
@@ -9,6 +11,8 @@ PYTHON ?= python3
 ARGS ?=
 # All tests go to two workers, each with a pool of ranks of its own; what is named stays in one.
 WORKERS ?= $(if $(ARGS),0,2)
+
+PORT ?= 8000
 
 # The pinned PyTorch lives in .venv, any other in .venv-VERSION beside it.
 PINNED := $(patsubst torch==%,%,$(shell grep '^torch==' constraints.txt))
@@ -22,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Tests start hundreds of processes; bytecode saves each of them a third of a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test check bench format clean
+.PHONY: help train test check docs docs-open bench format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +43,15 @@ check: $(READY)
 	@echo "== lint";    $(BIN)/ruff check .
 	@echo "== types";   $(BIN)/mypy
 	@echo "== imports"; $(BIN)/python -m pytest -q tests/pure/test_imports.py
+
+# Made anew each time: pages also come from the code, which Sphinx does not look at for changes.
+docs: $(READY)
+	@$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet \
+		--doctree-dir build/doctrees docs build/docs
+	@echo "build/docs/index.html"
+
+docs-open: docs
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs $(PORT)
 
 bench: $(READY)
 	@$(BIN)/python -m bench $(ARGS)
@@ -61,5 +74,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "== installing torch==$(TORCH) (the first time takes minutes)"
 	@$(PIP) install torch==$(TORCH)
 	@echo "== installing fullshard and its tools"
-	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[plot,dev,qlora,frameworks]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[plot,dev,docs,qlora,frameworks]'
 	@touch $@
