@@ -1,0 +1,1 @@
+"""The site that ``make docs`` makes, and the programs on its pages."""

@@ -1,0 +1,69 @@
+"""The site as it is seen, opened from its folder in a headless Chromium."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.browser import PHONE, Browser
+
+SHOWN = ["index", "quickstart", "benchmarks", "limits", "reference", "cli", "environment"]
+SHOWN += ["faults", "compat", "api/fullshard", "api/plan", "api/errors", "changelog"]
+
+
+def address(site: Path, page: str) -> str:
+    return (site / f"{page}.html").as_uri()
+
+
+def test_the_first_screen_answers(site: Path, browser: Browser) -> None:
+    browser.open(address(site, "index"))
+    assert browser.evaluate("document.title") == "fullshard 0.1.0"
+    for words in ("Is it faster", "Is it smaller", "Is it safer", "On GPUs"):
+        place = (
+            f"[...document.querySelectorAll('strong')].find(x => x.innerText.includes('{words}'))"
+        )
+        assert browser.evaluate(f"{place}.getBoundingClientRect().bottom < innerHeight")
+    assert browser.complaints == []
+
+
+def test_a_search_finds(site: Path, browser: Browser) -> None:
+    browser.open(address(site, "search") + "?q=fully_shard")
+    found = "[...document.querySelectorAll('#search-results li a')].map(a => a.href)"
+    browser.wait_for(f"{found}.length > 5")
+    assert any(
+        link.endswith("api/fullshard.html#fullshard.fully_shard")
+        for link in browser.evaluate(found)
+    )
+    browser.open(address(site, "search") + "?q=patience")
+    browser.wait_for(f"{found}.length > 0")
+    assert browser.complaints == []
+
+
+def test_the_reference_shows_a_function_with_its_arguments(site: Path, browser: Browser) -> None:
+    browser.open(address(site, "api/fullshard") + "#fullshard.fully_shard")
+    shown = browser.evaluate(
+        "document.querySelector('dl:has(> #fullshard\\\\.fully_shard)').innerText"
+    )
+    assert "reshard_after_forward" in shown and "Shard the parameters of module" in shown
+    assert "PARAMETERS:" in shown.upper() and "RAISES:" in shown.upper()
+    buttons = browser.evaluate("document.querySelectorAll('button.copybtn').length")
+    browser.open(address(site, "quickstart"))
+    assert browser.evaluate("document.querySelectorAll('button.copybtn').length") > buttons
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_as_dark_as_the_system(scheme: str, site: Path, browser: Browser) -> None:
+    browser.open(address(site, "index"), scheme=scheme)
+    color = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(map(int, color.strip("rgb()").split(",")[:3])) / 3
+    assert (brightness < 128) == (scheme == "dark")
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_a_phone_scrolls_in_one_direction(page: str, site: Path, browser: Browser) -> None:
+    browser.open(address(site, page), PHONE)
+    width = browser.evaluate("document.documentElement.scrollWidth")
+    assert width == browser.evaluate("innerWidth") == PHONE[0]
+    assert browser.complaints == []
