@@ -4,6 +4,7 @@
 # make check                     formatting, lint, types, directions of imports
 # make docs                      this documentation as a site, in build/docs
 # make docs-open                 the same, served at http://127.0.0.1:8000
+# make dist                      builds wheel and sdist, and uses the wheel in a clean environment
 # make bench                     compares speed with PyTorch's own
 # make format | clean            (clean keeps the environments and runs)
 
@@ -26,7 +27,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Tests start hundreds of processes; bytecode saves each of them a third of a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test check docs docs-open bench format clean
+.PHONY: help train test check dist docs docs-open bench format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +53,9 @@ docs: $(READY)
 
 docs-open: docs
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs $(PORT)
+
+dist: $(READY)
+	@$(BIN)/python -m tests.dist
 
 bench: $(READY)
 	@$(BIN)/python -m bench $(ARGS)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import fullshard
 from tests.docs.browser import PHONE, Browser
 
 SHOWN = ["index", "quickstart", "benchmarks", "limits", "reference", "cli", "environment"]
@@ -18,7 +19,7 @@ def address(site: Path, page: str) -> str:
 
 def test_the_first_screen_answers(site: Path, browser: Browser) -> None:
     browser.open(address(site, "index"))
-    assert browser.evaluate("document.title") == "fullshard 0.1.0"
+    assert browser.evaluate("document.title") == f"fullshard {fullshard.__version__}"
     for words in ("Is it faster", "Is it smaller", "Is it safer", "On GPUs"):
         place = (
             f"[...document.querySelectorAll('strong')].find(x => x.innerText.includes('{words}'))"
