@@ -90,6 +90,17 @@ EACH = [
 ]
 
 
+def test_the_tour_is_a_program(tmp_path: Path) -> None:
+    """The cells of the notebook, one after the other, in one process."""
+    cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "tour.py").write_text("\n".join(code))
+    out = run(tmp_path, "tour.py")
+    for words in ("repeated block", "loss 6.43 -> ", "at the peak: fits", "rank-00000.json"):
+        assert words in out
+
+
 @pytest.mark.more  # the programs of the README and the quickstart start like these
 @pytest.mark.parametrize("example", EACH, ids=lambda one: one.name)
 def test_an_example_learns_on_two_processes(example: Learns, tmp_path: Path) -> None:
