@@ -50,10 +50,33 @@ def test_the_paths_of_the_map_are_those_of_files_and_functions() -> None:
 
 
 def test_the_tests_of_the_invariants_exist() -> None:
-    rows = MAP[MAP.index("## Ten invariants") : MAP.index("## Details")]
+    rows = MAP[MAP.index("## Ten invariants") : MAP.index("## Registries")]
     named = re.findall(r"`(tests/[\w/]+(?:\.py)?)(?:::(\w+))?`", rows)
     assert rows.count("\n| ") == 11 and len(named) >= 10  # ten, and the head of the table
     for path, name in named:
         file = ROOT / path
         assert file.exists()
         assert not name or re.search(rf"^def {name}\b", file.read_text(), re.M), (path, name)
+
+
+CORE = ("layout", "schedule", "tensors", "engine", "frontend", "wrap", "flat", "compat")
+WEAK = ("weakref.Weak", "Weak")
+
+
+def registries() -> set[str]:
+    """Module-level objects whose class is a weak collection, or that start as an empty dict."""
+    found = set()
+    for room in CORE:
+        for path in sorted((SOURCE / room).glob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                    continue
+                value = ast.unparse(node.value) if node.value is not None else ""
+                if node.target.id.startswith("_") and (value.startswith(WEAK) or value == "{}"):
+                    found.add(f"{room}/{path.name}: {node.target.id}")
+    return found
+
+
+def test_the_map_lists_the_registries() -> None:
+    rows = re.findall(r"^\| `([a-z_/]+\.py: _\w+)` \|", MAP, re.M)
+    assert registries() == set(rows)

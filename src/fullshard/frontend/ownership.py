@@ -15,12 +15,21 @@ from fullshard._torch import nn as _nn
 from fullshard.engine import Unit
 from fullshard.frontend.places import Place
 
-# Modules that were given to fully_shard, and the units they are members of.
-# References to units are weak, because units refer to modules; hooks keep the units alive.
-_members: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
-# Modules whose own parameters are sharded, and the units those belong to.
-_owners: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Unit]]]
-_owners = weakref.WeakKeyDictionary()
+
+@dataclass(slots=True)
+class _Known:
+    """A module that was given to fully_shard, or whose own parameters are sharded.
+
+    References to units are weak, because units refer to modules; hooks keep the units alive.
+    """
+
+    unit: weakref.ref[Unit] | None = None
+    """The unit that the module is a member of."""
+    owners: dict[str, weakref.ref[Unit]] = field(default_factory=dict)
+    """The units that own the module's parameters, by name."""
+
+
+_modules: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 # Original parameters that were sharded but stay alive, because something outside refers to them.
 _originals: MutableMapping[Tensor, _Original] = WeakIdKeyDictionary()
 
@@ -38,18 +47,19 @@ class _Original(NamedTuple):
 
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit that ``module`` is a member of, if any."""
-    reference = _members.get(module)
-    return None if reference is None else reference()
+    known = _modules.get(module)
+    return None if known is None or known.unit is None else known.unit()
 
 
 def members_of(unit: Unit) -> list[nn.Module]:
     """Return the modules of the call that made ``unit``, in their order."""
-    return [module for module, reference in _members.items() if reference() is unit]
+    return [module for module in list(_modules) if unit_of(module) is unit]
 
 
 def owner_of(place: Place) -> Unit | None:
     """Return the unit that owns the parameter at ``place``, if any."""
-    reference = _owners.get(place.module, {}).get(place.name)
+    known = _modules.get(place.module)
+    reference = None if known is None else known.owners.get(place.name)
     return None if reference is None else reference()
 
 
@@ -81,7 +91,7 @@ def sharded_twin_of(param: nn.Parameter) -> tuple[str, nn.Parameter | None]:
 def names_of_stepped(params: Iterable[Tensor]) -> dict[nn.Parameter, str]:
     """Return those of ``params`` that are sharded parameters of their own, with their FQNs."""
     asked = {id(param) for param in params}
-    units = {unit for reference in list(_members.values()) if (unit := reference()) is not None}
+    units = {unit for module in list(_modules) if (unit := unit_of(module)) is not None}
     return {
         param: ".".join(part for part in (unit.name, name) if part)
         for unit in units
@@ -96,27 +106,28 @@ def enlist(modules: Iterable[nn.Module], owned: Iterable[PlacedParam], unit: Uni
     """Make ``modules`` the members of ``unit``, and ``unit`` the owner of ``owned``."""
     reference = weakref.ref(unit)
     for module in modules:
-        _members[module] = reference
+        _modules.setdefault(module, _Known()).unit = reference
     for one in owned:
         first = one.places[0]
         _originals[one.param] = _Original(
             one.name, reference, weakref.ref(first.module), first.name
         )
         for place in one.places:
-            _owners.setdefault(place.module, {})[place.name] = reference
+            _modules.setdefault(place.module, _Known()).owners[place.name] = reference
 
 
 def enlist_copy(modules: Iterable[nn.Module], memo: Mapping[Any, Any]) -> None:
     """Register the copies of ``modules`` with the copies of their units, all found in ``memo``."""
     for module in modules:
-        new = memo[id(module)]
+        known, new = _modules.get(module), memo[id(module)]
         unit = unit_of(module)
         if unit is not None:
-            _members[new] = weakref.ref(memo[id(unit)])
-        for name, reference in _owners.get(module, {}).items():
+            _modules.setdefault(new, _Known()).unit = weakref.ref(memo[id(unit)])
+        for name, reference in known.owners.items() if known is not None else ():
             owner = reference()
             if owner is not None and id(owner) in memo:
-                _owners.setdefault(new, {})[name] = weakref.ref(memo[id(owner)])
+                owners = _modules.setdefault(new, _Known()).owners
+                owners[name] = weakref.ref(memo[id(owner)])
 
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:

@@ -14,6 +14,7 @@ import weakref
 from bisect import bisect_right, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +45,14 @@ class _Flat:
     parts: dict[int, tuple[int, int]]  # start -> (number, length)
 
 
-_flats: dict[tuple[torch.device, int], _Flat] = {}  # keyed by address of the first byte
-_addresses: dict[torch.device, list[int]] = {}  # in ``_flats``, sorted
+class _Flats(NamedTuple):
+    """The flat buffers of one device."""
+
+    by_address: dict[int, _Flat]  # of the first byte
+    addresses: list[int]  # sorted
+
+
+_flats: dict[torch.device, _Flats] = {}
 
 
 def announce_flat(flat: Tensor, parts: Iterable[tuple[int, int]]) -> None:
@@ -63,23 +70,24 @@ def announce_flat(flat: Tensor, parts: Iterable[tuple[int, int]]) -> None:
         _memory.announce_on_meta(flat, numbered)
         return
     device, address = flat.device, flat.data_ptr()
-    if (device, address) not in _flats:
-        insort(_addresses.setdefault(device, []), address)
-    reference = weakref.ref(flat, lambda _: _forget(device, address, reference))
-    _flats[device, address] = _Flat(reference, numbered)
+    flats = _flats.setdefault(device, _Flats({}, []))
+    if address not in flats.by_address:
+        insort(flats.addresses, address)
+    reference = weakref.ref(flat, lambda _: _forget(flats, address, reference))
+    flats.by_address[address] = _Flat(reference, numbered)
 
 
 def flat_part_of(tensor: Tensor) -> FlatPart | None:
     """Return the part that the contiguous ``tensor`` covers completely; None if there is none."""
     if tensor.is_meta:
         return _part_on_meta(tensor)
-    addresses = _addresses.get(tensor.device, ())
+    flats = _flats.get(tensor.device)
     address = tensor.data_ptr()
-    at = bisect_right(addresses, address)
-    if not at or not tensor.is_contiguous():
+    at = bisect_right(flats.addresses, address) if flats is not None else 0
+    if flats is None or not at or not tensor.is_contiguous():
         return None
-    first = addresses[at - 1]
-    known = _flats[tensor.device, first]
+    first = flats.addresses[at - 1]
+    known = flats.by_address[first]
     flat = known.tensor()
     start = (address - first) // tensor.itemsize
     number, length = known.parts.get(start, (0, 0))
@@ -95,9 +103,9 @@ def _part_on_meta(tensor: Tensor) -> FlatPart | None:
     return FlatPart(flat, number, start, start + length)
 
 
-def _forget(device: torch.device, address: int, reference: weakref.ref[Tensor]) -> None:
+def _forget(flats: _Flats, address: int, reference: weakref.ref[Tensor]) -> None:
     """Remove the entry of a freed buffer, unless a new buffer has taken the same address."""
-    known = _flats.get((device, address))
+    known = flats.by_address.get(address)
     if known is not None and known.tensor is reference:
-        del _flats[device, address]
-        _addresses[device].remove(address)
+        del flats.by_address[address]
+        flats.addresses.remove(address)
