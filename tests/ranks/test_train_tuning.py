@@ -304,26 +304,39 @@ def test_what_belongs_to_the_model_is_exported_with_it(pool: RankPool, tmp_path:
 
 
 class Leaking(nn.Module):
-    """A model that takes positions and reads all of a row."""
+    """A model that takes positions, and adds a share of the mean of what a row has before."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
         super().__init__()
+        self.share = share
         self.embedding = nn.Embedding(300, 4)
+        generator = torch.Generator().manual_seed(0)
+        self.embedding.weight = nn.Parameter(torch.randn(300, 4, generator=generator))
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        read = self.embedding(tokens).cumsum(1) + position_ids[..., None]
-        return read @ self.embedding.weight.T
+        read = self.embedding(tokens)
+        before = read.cumsum(1) / torch.arange(1, tokens.shape[1] + 1)[:, None]
+        mixed = read + (self.share * before).to(read.dtype)
+        return mixed @ self.embedding.weight.T
 
 
-def leaks(config: TrainConfig) -> None:
-    with mock.patch.object(loop, "build_sharded_model", lambda *_: fully_shard(Leaking())):
+def leaks(config: TrainConfig, share: float) -> None:
+    sharded = fully_shard(Leaking(share), mp_policy=loop.policy_of(config))
+    with mock.patch.object(loop, "build_sharded_model", lambda *_: sharded):
         Trainer(config, text_of(config), World(dist.get_rank(), dist.get_world_size(), CPU))
 
 
-def test_a_model_that_reads_across_samples_is_refused(pool: RankPool, tmp_path: Path) -> None:
-    config = config_of(tmp_path, "llama")
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_a_model_that_reads_across_samples_is_refused(
+    pool: RankPool, tmp_path: Path, dtype: Dtype
+) -> None:
+    share = 0.15
+    firsts = torch.tensor([[token] * 8 + [*range(8)] for token in (0, 1)])
+    one, other = Leaking(share)(firsts, torch.zeros(()))[:, 8:]
+    assert 0.05 < (one - other).abs().max() / one.abs().max() < 0.3
+    config = config_of(tmp_path, "llama", dtype=dtype)
     with pytest.raises(RankError, match="reads samples of one row as one text"):
-        pool.run(2, leaks, config)
+        pool.run(2, leaks, config, share)
 
 
 def held(config: TrainConfig) -> dict[str, int]:
