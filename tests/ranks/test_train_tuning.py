@@ -228,6 +228,30 @@ def test_a_tuning_goes_on_exactly_on_other_ranks_and_layouts(
     assert first + rest == pytest.approx(whole, abs=1e-2) and at_end == pytest.approx(bits, abs=0.1)
 
 
+@pytest.mark.parametrize("way", ["lora", "qlora"])
+def test_adapters_of_other_weights_are_refused(pool: RankPool, tmp_path: Path, way: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    needs(way)
+    config = config_of(tmp_path, "llama", **WAYS[way], steps=2)
+    pool.run(1, tuned, config, 1, None)
+    resumed = replace(config, resume=True)
+    folder = Path(str(config.init))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    model.save_pretrained(folder)  # the same weights in one file
+    assert len([*folder.glob("*.safetensors")]) == 1
+    pool.run(1, tuned, resumed, 1, None)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(1.5)
+    model.save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"has adapters of other weights than --init .*llama"):
+        prepare(resumed, num_workers=1)
+    with pytest.raises(RankError, match="has adapters of other weights"):
+        pool.run(1, tuned, resumed, 1, None)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 def test_merged_it_is_one_model(pool: RankPool, tmp_path: Path, kind: str) -> None:
     needs("lora")

@@ -27,6 +27,7 @@ from fullshard.errors import CheckpointError, ConfigError
 
 from .config import TrainConfig
 from .patience import HeldOut
+from .weights import weights_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Origin:
     sequences_per_step: int
     held_out: dict[str, Any] | None = None
     """Fields of ``HeldOut``; None in checkpoints of earlier versions."""
+    frozen: str | None = None
+    """Key of the weights of ``init`` if they are frozen; None also in earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,8 @@ def describe(
 ) -> Origin:
     """Return the facts of a checkpoint of this run at ``step``."""
     sequences = config.batch * config.accumulate * num_workers
-    return Origin(step, text_key, num_workers, model, sequences)
+    frozen = weights_key(Path(config.init)) if config.init and config.lora else None
+    return Origin(step, text_key, num_workers, model, sequences, frozen=frozen)
 
 
 def read_origin(checkpoint: Path) -> Origin:
@@ -167,7 +171,8 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: O
     """Check that a run with ``ours`` can continue ``checkpoint``, whose facts are ``info``.
 
     Raises:
-        ConfigError: the checkpoint has another model or other text, or the run has ended there.
+        ConfigError: the checkpoint has another model, other text or adapters of other frozen
+            weights, or the run has ended there.
     """
     if info.model != ours.model:
         what = difference(info.model, ours.model)
@@ -179,6 +184,11 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: O
         raise ConfigError(
             f"{checkpoint} was trained on other text: give the same --data, or start anew "
             "without --resume"
+        )
+    if info.frozen is not None and info.frozen != ours.frozen:
+        raise ConfigError(
+            f"{checkpoint} has adapters of other weights than --init {config.init} holds now: give "
+            "the folder with the weights of the run, or start anew without --resume"
         )
     if info.step >= config.last_step:
         limit = f"--steps than {config.steps}"

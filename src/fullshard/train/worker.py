@@ -42,6 +42,7 @@ from .rundir import RunDir
 from .runlock import RunLock
 from .sample import sample
 from .saves import Saves
+from .weights import weights_key
 from .world import World, join_world, speaks
 
 Result = TypeVar("Result")
@@ -143,6 +144,9 @@ def _load_text(config: TrainConfig, world: World, loaded: Loaded | None) -> Toke
     architecture, text = _together(world, lambda: loaded or _load(config))
     _check_same("--model", json.dumps(architecture.description(), sort_keys=True), world)
     _check_same("--data", text.key, world)
+    if config.init is not None and (config.lora or not config.resume):
+        key = _together(world, partial(weights_key, Path(config.init)))
+        _check_same("--init", key, world)
     return text
 
 
