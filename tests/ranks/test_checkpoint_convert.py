@@ -246,6 +246,70 @@ def test_tensors_beside_a_model_are_extra(tmp_path: Path, kind: str) -> None:
     assert torch.equal(info.extra["rng"], rng)
 
 
+def as_torchtitan_saves(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What its CheckpointManager hands to PyTorch: the model on top, all else under keys."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, stepped = get_state_dict(model, optimizer, options=options)
+    state = {"step": torch.tensor(70, dtype=torch.int32), "ntokens_seen": torch.tensor(1 << 33)}
+    beside = {"optimizer": stepped, "lr_scheduler": {"last_epoch": 70}, "train_state": state}
+    return {**weights, **beside, "dataloader": {"dp_rank_0": b"rows", "world_size": 1}}
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_torchtitan_has_the_training_beside_the_tensors_of_its_model(
+    tmp_path: Path, kind: str
+) -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(5)).sum().backward()
+    optimizer.step()
+    state = as_torchtitan_saves(model, optimizer)
+    if kind == "torch":
+        torch.save(state, tmp_path / "theirs")
+    else:
+        dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    info = checkpoint.inspect(tmp_path / "ours")
+    of_model = {name for name in info.tensors if name.startswith("model/")}
+    assert of_model == {f"model/{name}" for name in model.state_dict()}
+    assert (info.step, info.extra["train_state"]["ntokens_seen"].item()) == (70, 1 << 33)
+    assert info.extra["dataloader"]["dp_rank_0"] == b"rows"
+    other = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5))
+    its = torch.optim.AdamW(other.parameters())
+    checkpoint.load(tmp_path / "ours", other, its)
+    assert all(torch.equal(its.state[b][key], optimizer.state[a][key])
+               for a, b in zip(model.parameters(), other.parameters(), strict=True)
+               for key in ("step", "exp_avg", "exp_avg_sq"))  # fmt: skip
+
+
+def test_a_step_beside_the_tensors_of_a_model_is_read(tmp_path: Path) -> None:
+    torch.save({**nn.Linear(5, 3).state_dict(), "step": 6}, tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    assert checkpoint.inspect(tmp_path / "ours").step == 6
+    assert checkpoint.load(tmp_path / "ours", nn.Linear(5, 3)) == {"step": 6}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["optimizer"], "has an optimizer, optimizer, and no model: a checkpoint needs a model"),
+        (["optimizer", "train_state"], "has an optimizer, optimizer, and no model"),
+        (["lr_scheduler", "train_state"], "has no model, its keys are lr_scheduler, train_state:"),
+        ([], "has no model, it is empty:"),
+    ],
+)
+def test_without_a_model_it_says_what_is_there(tmp_path: Path, keys: list[str], said: str) -> None:
+    model = nn.Linear(5, 3)
+    state = as_torchtitan_saves(model, torch.optim.AdamW(model.parameters()))
+    torch.save({key: state[key] for key in keys}, tmp_path / "theirs")
+    with pytest.raises(ConfigError, match=said):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+    if keys == ["optimizer"]:
+        dcp.save(state["optimizer"], checkpoint_id=tmp_path / "alone", no_dist=True)
+        with pytest.raises(ConfigError, match="alone is the state of an optimizer alone"):
+            convert(tmp_path / "alone", tmp_path / "ours")
+
+
 EXTRAS = [None, 0, "", [], {}, {0: "a", 1: "b"}, {"a": {}}, {"a.b": 1, "a": {"b": (2,)}}, 1e-3]
 
 

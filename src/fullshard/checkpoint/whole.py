@@ -21,6 +21,8 @@ from fullshard.tensors.form import clean_name
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 _STEPS = ("step", "global_step")
+_BESIDE = ("train_state", "lr_scheduler", "dataloader")
+"""Keys beside the tensors of a model where torchtitan, which puts these on top, has the rest."""
 EXTRA = "fullshard_extra"
 """Key of ``extra``, as text, in what we write for PyTorch; its folders know fewer kinds of keys."""
 
@@ -95,17 +97,18 @@ def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> Wh
     for key in optimizers:
         _add_optimizer(found, tree.pop(key), f"{where}: {key}")
     models = [key for key in _MODELS if _has_leaves(tree.get(key))]
-    is_model = not models and any(isinstance(value, Leaf) for value in tree.values())
-    models = models or [key for key, value in tree.items() if _has_leaves(value)]
+    beside = {key: value for key, value in tree.items() if _is_beside(key, value)}
+    rest = {key: value for key, value in tree.items() if key not in beside}
+    is_model = not models and any(isinstance(value, Leaf) for value in rest.values())
+    models = models or [key for key, value in rest.items() if _has_leaves(value)]
+    if _is_optimizer(rest):
+        is_model, models, optimizers = False, [], [where]
     if is_model:
-        model, extra = tree, {}
+        model, extra = rest, beside
     elif len(models) == 1:
         model, extra = tree.pop(models[0]), tree
     else:
-        raise ConfigError(
-            f"{where} has no model that can be told from the rest; its keys are "
-            f"{', '.join([*tree][:16])}: leave out what is none"
-        )
+        raise ConfigError(_why_no_model(where, models, optimizers, [*tree]))
     for full, value in _named(model):
         name = clean_name(full)
         if name in found.model or name in found.states:
@@ -115,7 +118,8 @@ def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> Wh
         else:
             found.states[name] = _plain(value)
     extra = _plain(extra)
-    steps = [int(extra[key]) for key in _STEPS if _is_number(extra.get(key))]
+    places = (extra, *(extra[key] for key in _BESIDE if isinstance(extra.get(key), Mapping)))
+    steps = [int(one[key]) for one in places for key in _STEPS if _is_number(one.get(key))]
     found.step = steps[0] if steps else 0
     if isinstance(extra.get(EXTRA), str):  # as we write it
         extra = decode(json.loads(extra[EXTRA]))
@@ -123,6 +127,27 @@ def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> Wh
     else:
         found.extra = extra or None
     return found
+
+
+def _is_beside(key: Any, value: Any) -> bool:
+    """Return whether an entry on top is of the training, even if all others are the model."""
+    return (key in _BESIDE and isinstance(value, Mapping)) or (key in _STEPS and type(value) is int)
+
+
+def _why_no_model(where: str, models: list[str], optimizers: list[str], keys: list[str]) -> str:
+    """Return why ``where`` has no model that can be converted, by what it has of each."""
+    if models:
+        return (
+            f"{where} has no model that can be told from the rest: the keys "
+            f"{', '.join(map(str, models[:16]))} hold tensors; leave out all but one of them"
+        )
+    needed = "a checkpoint needs a model, with or without an optimizer"
+    if optimizers == [where]:
+        return f"{where} is the state of an optimizer alone: {needed}"
+    if optimizers:
+        return f"{where} has an optimizer, {optimizers[0]}, and no model: {needed}"
+    found = f", its keys are {', '.join(map(str, keys[:16]))}" if keys else ", it is empty"
+    return f"{where} has no model{found}: {needed}"
 
 
 def _is_number(value: Any) -> bool:
