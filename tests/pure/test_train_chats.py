@@ -197,6 +197,25 @@ def test_a_long_chat_is_cut_and_counted(tmp_path: Path, monkeypatch: pytest.Monk
     assert isinstance(rows, Packed) and rows.num_cut == 1
 
 
+def test_chats_without_an_answer_are_counted_and_left_out_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_tokenizer(tmp_path / "model")
+    path = write_chats(tmp_path / "chats.jsonl", 40)
+    good = load_text(str(path), vocab_size=300, pretrained=folder)
+    question = json.dumps({"messages": said("a", "b")[:1]})
+    path.write_text("\n".join([path.read_text(), question, "{", question]))
+    for _ in range(2):  # the second is from the cache
+        found = load_text(str(path), vocab_size=300, pretrained=folder, skip_bad=True)
+        assert found.bad.count == 3
+        for part, before in ((found.train, good.train), (found.held_out, good.held_out)):
+            assert np.array_equal(part.tokens, before.tokens)
+    path.write_text("\n".join(line for line in path.read_text().split("\n") if line != "{"))
+    with pytest.raises(ConfigError, match=r"2 bad records, .*000000041 has no answer: no message"):
+        load_text(str(path), vocab_size=300, pretrained=folder)
+
+
 def test_texts_beside_chats_and_chats_without_a_template_are_refused(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "chats.jsonl", 3)
     with pytest.raises(ConfigError, match="need a tokenizer with a chat template: give --init"):

@@ -94,6 +94,40 @@ def test_a_record_without_text_is_refused_by_its_line(
         collect(str(path))
 
 
+def write_some_bad(path: Path, bad: int) -> list[int]:
+    """Write 40 records of which every fourth is bad in turn; return the numbers of bad lines."""
+    lines = [json.dumps({"text": f"text {n}"}).encode() for n in range(40)]
+    kinds = [b'{"text": ', b'{"text": "\xff"}', b'{"other": 1}', b"[" * 100_000]
+    for n in range(bad):
+        lines[4 * n] = kinds[n % 4]
+    path.write_bytes(b"\n".join(lines))
+    return [4 * n + 1 for n in range(bad)]
+
+
+def test_bad_records_are_counted_and_left_out_if_asked(tmp_path: Path) -> None:
+    lines = write_some_bad(tmp_path / "a.jsonl", 5)
+    write_some_bad(tmp_path / "b.jsonl", 2)
+    with pytest.raises(ConfigError) as refused:
+        collect(str(tmp_path))
+    said = str(refused.value)
+    assert said.startswith("7 bad records, which --skip-bad leaves out, such as --data ")
+    assert [f"a.jsonl, line {n}:" in said for n in lines] == [True] * 3 + [False] * 2
+    assert said.endswith("; and 4 more")
+    found = collect(str(tmp_path), skip_bad=True)
+    assert found.bad.count == 7 and len(found.bad.first) == 3
+    names = {f"a.jsonl:{n:09d}" for n in {*range(1, 41)} - {*lines}}
+    assert {one.name for one in found.documents if one.name.startswith("a")} == names
+    write_some_bad(tmp_path / "b.jsonl", 1)
+    with pytest.raises(ConfigError, match=r"b.jsonl, line 1: not JSON.*; --skip-bad leaves this"):
+        collect(str(tmp_path / "b.jsonl"))
+
+
+def test_records_that_are_all_bad_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("1\n2\n")
+    with pytest.raises(ConfigError, match=r"holds no text .*bad records: .*a.jsonl, line 1: .*"):
+        collect(str(tmp_path), skip_bad=True)
+
+
 def test_each_row_of_parquet_is_a_document(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -426,10 +426,17 @@ def test_the_command_tunes_on_chats_and_exports(tmp_path: Path) -> None:
     needs("lora")
     shell = Shell.with_a_little_text(tmp_path)
     config_of(shell.folder, "llama")
+    with (shell.folder / "chats.jsonl").open("a") as file:
+        file.write('\n{"messages": 3}\nno JSON\n')
     options = "--data chats.jsonl --steps 6 --batch 2 --seq 40 --lr 0.01 --lora 4 --nproc 1".split()
-    outcome = shell.train("--init", "llama", "--out", "tuned", "--export", "adapters", *options)
+    options += ["--init", "llama", "--out", "tuned", "--export", "adapters"]
+    outcome = shell.train(*options)
+    assert outcome.exitcode == 2 and "error: 2 bad records, which --skip-bad" in outcome.err
+    outcome = shell.train(*options, "--skip-bad")
     assert outcome.exitcode == 0, outcome.err
     assert "holds the adapters" in outcome.out
+    assert "note: 2 bad records of --data left out: --data " in outcome.err
+    assert {record["bad_records"] for record in shell.metrics("tuned")} == {2}
     records = [record["loss"] for record in shell.metrics("tuned")]
     assert len(records) == 6 and records[-1] < records[0]
     saved = TrainConfig.load(RunDir(shell.folder / "tuned").config)

@@ -90,10 +90,9 @@ def load_text_for(architecture: Architecture, config: TrainConfig) -> TokenizedT
     Raises:
         ConfigError: see ``load_text``.
     """
-    if config.init is not None:
-        size = architecture.vocab_size
-        return load_text(config.data, vocab_size=size, pretrained=Path(config.init))
-    return load_text(config.data, vocab_size=min(architecture.vocab_size, MOST_TOKENS))
+    pretrained = None if config.init is None else Path(config.init)
+    size = architecture.vocab_size if pretrained else min(architecture.vocab_size, MOST_TOKENS)
+    return load_text(config.data, vocab_size=size, pretrained=pretrained, skip_bad=config.skip_bad)
 
 
 def count_parameters(architecture: Architecture, config: TrainConfig) -> int:

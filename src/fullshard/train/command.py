@@ -30,6 +30,7 @@ def train_command(
     *,
     model: flags.Model = _DEFAULT.model,
     data: flags.Data = _DEFAULT.data,
+    skip_bad: flags.SkipBad = _DEFAULT.skip_bad,
     init: flags.Init = _DEFAULT.init,
     lora: flags.Lora = _DEFAULT.lora,
     quantize: flags.Quantize = _DEFAULT.quantize,

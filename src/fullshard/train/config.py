@@ -146,6 +146,7 @@ class TrainConfig:
     save_dtype: SaveDtype | None = None
     merge: bool = False
     data: str | None = None
+    skip_bad: bool = False
     nproc: int = 2
     min_workers: int | None = None
     steps: int = 600

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,16 @@ from torch import Tensor
 
 from fullshard.errors import ConfigError
 
-from .chats import ChatTokenizer
+from .chats import ChatTokenizer, Sample
 from .config import TrainConfig
-from .documents import Document, collect, split
+from .documents import BadRecords, Document, collect, split
 from .pretrained import PretrainedTokenizer
 from .rows import Indices, Packed, Rows, Tokens, Windows
 
 END = "<|end|>"  # end mark between documents; its id is 0
 LEAST_TOKENS = 257  # one per byte value, and END
 MOST_TOKENS = 1 << 15  # only unusually large texts fill more; ids are uint16
-_FORMAT = 5  # part of the cache key: raise it whenever the content of the cache changes
+_FORMAT = 6  # part of the cache key: raise it whenever the content of the cache changes
 _TELL_S = 5.0  # seconds between two lines about progress
 _AT_ONCE = 1024  # documents encoded together: few, as ids in Python lists are large
 
@@ -79,6 +79,7 @@ class TokenizedText:
     Attributes:
         end: id of the mark between documents.
         left_out: visible files that were not read, each with the reason.
+        bad: records that were left out.
     """
 
     train: TextPart
@@ -89,6 +90,7 @@ class TokenizedText:
     nbytes: int
     end: int
     left_out: tuple[str, ...] = ()
+    bad: BadRecords = field(default_factory=BadRecords)
 
     def question(self) -> list[int]:
         """Return the tokens of the first held-out chat up to its first answer; [] of texts."""
@@ -174,7 +176,11 @@ class Feed:
 
 
 def load_text(
-    data: str | None, *, vocab_size: int, pretrained: Path | None = None
+    data: str | None,
+    *,
+    vocab_size: int,
+    pretrained: Path | None = None,
+    skip_bad: bool = False,
 ) -> TokenizedText:
     """Collect the text and tokenize it, or read its tokens from the cache.
 
@@ -182,12 +188,14 @@ def load_text(
         data: see ``collect``.
         vocab_size: of the model.
         pretrained: a folder with the tokenizer to use; None: train one.
+        skip_bad: whether to leave out bad records, of ``collect`` and chats without an answer that
+            can be learned.
 
     Raises:
-        ConfigError: see ``collect``; or the tokenizer is missing, does not fit the model, or cannot
-            write chats.
+        ConfigError: see ``collect``; or there are bad records, or the tokenizer is missing, does
+            not fit the model, or cannot write chats.
     """
-    collected = collect(data)
+    collected = collect(data, skip_bad=skip_bad)
     documents = collected.documents
     if pretrained is None and documents[0].is_chat:
         raise ConfigError(
@@ -203,6 +211,9 @@ def load_text(
             if not folder.exists():
                 _fill_cache(folder, documents, vocab_size, given)
     facts = json.loads((folder / "facts.json").read_text())
+    bad = BadRecords(**facts["bad"])
+    if not skip_bad:
+        bad.refuse()
     return TokenizedText(
         train=_read_part(folder, "train", facts),
         held_out=_read_part(folder, "held_out", facts),
@@ -212,6 +223,7 @@ def load_text(
         left_out=collected.left_out,
         nbytes=sum(len(document.text.encode()) for document in documents),
         end=facts["end"],
+        bad=collected.bad.joined(bad),
     )
 
 
@@ -282,13 +294,15 @@ def _fill_cache(
         else:
             tokenizer, end = given.plain, given.end
         facts: dict[str, Any] = {"end": end}
+        bad = BadRecords()
         for name, part in (("train", train), ("held_out", held_out)):
             if given is not None and documents[0].is_chat:
-                nbytes = _write_chats(unfinished, name, given, part)
+                nbytes = _write_chats(unfinished, name, given, part, bad)
             else:
                 np.save(unfinished / f"{name}.npy", _encode(tokenizer, end, part))
                 nbytes = sum(len(document.text.encode()) for document in part)
             facts[f"{name}_nbytes"] = nbytes
+        facts["bad"] = asdict(bad)
         facts["key"] = _digest([end, tokenizer.to_str()], unfinished)
         tokenizer.save(str(unfinished / "tokenizer.json"))
         (unfinished / "facts.json").write_text(json.dumps(facts))
@@ -319,12 +333,20 @@ def _read_part(folder: Path, name: str, facts: dict[str, Any]) -> TextPart:
 
 
 def _write_chats(
-    folder: Path, name: str, given: PretrainedTokenizer, documents: Sequence[Document]
+    folder: Path,
+    name: str,
+    given: PretrainedTokenizer,
+    documents: Sequence[Document],
+    bad: BadRecords,
 ) -> int:
     """Write the samples of chats, and return the size of what is to be learned in bytes."""
     tokenizer = ChatTokenizer(given)
-    groups = _with_progress(documents, 1)
-    samples = [sample for (document,) in groups for sample in tokenizer.samples(document)]
+    samples: list[Sample] = []
+    for (document,) in _with_progress(documents, 1):
+        try:
+            samples += tokenizer.samples(document)
+        except ConfigError as error:
+            bad.add(error)
     kind = _dtype_of(given.plain)
     tokens = [np.array(sample.tokens, kind) for sample in samples]
     learned = [np.array(sample.learned, np.bool_) for sample in samples]

@@ -9,7 +9,7 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ HELD_OUT_OF_256 = 16  # one document in sixteen
 _TEXT, _CHAT, _TOOLS = "text", "messages", "tools"
 _BOTH = f'--data {{}}: has both "{_TEXT}" and "{_CHAT}"; leave out the one not to be learned'
 _GZIP = ".gz"
+_NUM_TOLD = 3  # bad records that messages name
 _COMPRESSED = (".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz")
 
 
@@ -51,19 +52,57 @@ class Document:
         return hashlib.sha256(self.name.encode()).digest()
 
 
+@dataclass
+class BadRecords:
+    """Records from which no document or sample can be made.
+
+    Attributes:
+        count: their number.
+        first: why, for the first of them, each with its place.
+    """
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, error: ConfigError) -> None:
+        """Count a record."""
+        self.count += 1
+        if self.count <= _NUM_TOLD:
+            self.first.append(str(error))
+
+    def joined(self, other: BadRecords) -> BadRecords:
+        """Return the records of both."""
+        return BadRecords(self.count + other.count, [*self.first, *other.first][:_NUM_TOLD])
+
+    def __str__(self) -> str:
+        more = self.count - len(self.first)
+        return "; ".join([*self.first, *([f"and {more:,} more"] if more else [])])
+
+    def refuse(self) -> None:
+        """Raise ``ConfigError`` if there are any."""
+        if self.count == 1:
+            raise ConfigError(f"{self}; --skip-bad leaves this record out")
+        if self.count:
+            raise ConfigError(
+                f"{self.count:,} bad records, which --skip-bad leaves out, such as {self}"
+            )
+
+
 class Corpus(NamedTuple):
     """The documents of a file or folder.
 
     Attributes:
         documents: sorted by name; only texts, or only chats.
         left_out: visible files that were not read, each with the reason.
+        bad: records that were left out.
     """
 
     documents: list[Document]
     left_out: tuple[str, ...]
+    bad: BadRecords
 
 
-def collect(data: str | None) -> Corpus:
+def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
     """Return the texts to train on.
 
     A file of records (``*.jsonl``, ``*.parquet``, ``*.json`` with an array or one record) gives a
@@ -76,10 +115,12 @@ def collect(data: str | None) -> Corpus:
     Args:
         data: a file or a folder. ``None`` reads the ``*.py`` of Python's standard library, without
             tests and tables.
+        skip_bad: whether to leave out bad records: those that are no JSON of UTF-8, or have neither
+            ``text`` nor ``messages``, or both.
 
     Raises:
-        ConfigError: the path is missing or holds no text, a record has neither ``text`` nor
-            ``messages``, or both, there are texts beside chats, or a file cannot be read.
+        ConfigError: the path is missing or holds no text, there are bad records, or texts beside
+            chats, or a file cannot be read.
     """
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -100,17 +141,21 @@ def collect(data: str | None) -> Corpus:
         others = {path: own for path, own in splits.items() if own not in ("", "train")}
         left_out |= {path: f"split {own}" for path, own in others.items()}
     documents: list[Document] = []
+    bad = BadRecords()
     for path, name in names.items():
         if path in left_out:
             continue
         if path in records:
-            read = list(_documents(records[path], name))
+            read = list(_documents(records[path], name, bad))
         else:
             read = _text(path, name, left_out)
         documents += [document for document in read if document.text]
+    if not skip_bad:
+        bad.refuse()
     told = tuple(f"{names[path]} ({why})" for path, why in left_out.items())
     if not documents:
         more = f"; left out: {', '.join(told[:8])}" if told else ""
+        more += f"; bad records: {bad}" if bad.count else ""
         raise ConfigError(
             f"--data {data or root}: holds no text (UTF-8 files that are not empty){more}"
         )
@@ -121,7 +166,7 @@ def collect(data: str | None) -> Corpus:
             f"--data {data or root}: {chats[0].name} is a chat and {text.name} is a text; give "
             "only chats or only texts"
         )
-    return Corpus(sorted(documents, key=lambda document: document.name), told)
+    return Corpus(sorted(documents, key=lambda document: document.name), told, bad)
 
 
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
@@ -152,8 +197,8 @@ def _size(documents: Sequence[Document]) -> int:
     return sum(len(document.text) for document in documents)
 
 
-Records = Iterator[tuple[int, Mapping[str, Any]]]
-"""Numbers of records in their file, and the records."""
+Records = Iterator[tuple[int, Mapping[str, Any] | ConfigError]]
+"""Numbers of records in their file, and the records, or why they are bad."""
 
 _ABOUT = re.compile(r"README|LICENSE|dataset_infos?\.json$|dataset_dict\.json$|state\.json$")
 _SPLIT = re.compile(r"(?:^|[-._/ ])(train|test|validation|valid|val|dev|eval)(?=$|[-._/ 0-9])")
@@ -175,8 +220,11 @@ def _records(path: Path) -> Records | None:
     return _read_parquet(path) if kind == ".parquet" else None
 
 
-def _documents(records: Records, name: str) -> Iterator[Document]:
+def _documents(records: Records, name: str, bad: BadRecords) -> Iterator[Document]:
     for number, record in records:
+        if isinstance(record, ConfigError):
+            bad.add(record)
+            continue
         own = f"{name}:{number:09d}"  # names sort in file order
         if _TEXT in record:
             yield Document(own, record[_TEXT])
@@ -216,18 +264,19 @@ def _text(path: Path, name: str, left_out: dict[Path, str]) -> list[Document]:
 
 def _read_jsonl(path: Path) -> Records:
     """Yield line numbers and records, skipping empty lines."""
+    # Not splitlines: JSON may hold U+2028. No byte of a longer character is a line break.
+    for number, line in enumerate(_bytes(path).split(b"\n"), start=1):
+        if line.strip():
+            yield number, _parsed(line, f"{path}, line {number}")
+
+
+def _parsed(line: bytes, where: str) -> Mapping[str, Any] | ConfigError:
     try:
-        lines = _bytes(path).decode().split("\n")  # no splitlines: JSON may hold U+2028
+        return _record(json.loads(line.decode()), where)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--data {path}: cannot be read as UTF-8 ({error})") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"--data {path}, line {number}: not JSON ({error})") from error
-        yield number, _record(record, f"{path}, line {number}")
+        return ConfigError(f"--data {where}: cannot be read as UTF-8 ({error})")
+    except (ValueError, RecursionError) as error:
+        return ConfigError(f"--data {where}: not JSON ({error})")
 
 
 def _read_json(path: Path) -> Records | None:
@@ -245,22 +294,18 @@ def _read_json(path: Path) -> Records | None:
     )
 
 
-def _record(record: Any, where: str) -> Mapping[str, Any]:
-    """Return a record with a text or a chat.
-
-    Raises:
-        ConfigError: it has neither, or both.
-    """
+def _record(record: Any, where: str) -> Mapping[str, Any] | ConfigError:
+    """Return a record with a text or a chat; an error if it has neither, or both."""
     known = record if isinstance(record, dict) else {}
     is_text = isinstance(known.get(_TEXT), str)
     if is_text and _CHAT in known:
-        raise ConfigError(_BOTH.format(where))
+        return ConfigError(_BOTH.format(where))
     if is_text:  # JSON may hold half a surrogate pair
         return {_TEXT: known[_TEXT].encode(errors="replace").decode()}
     if _is_chat(known):
         return known
     found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-    raise ConfigError(
+    return ConfigError(
         f'--data {where}: expected an object with the field "{_TEXT}", a string, or "{_CHAT}", '
         f'objects with "role" and "content"; found {found or "nothing"}'
     )
@@ -310,12 +355,9 @@ def _read_parquet(path: Path) -> Records:
         raise ConfigError(f"--data {path}: cannot be read as parquet ({reason})") from error
     for number, record in enumerate(chats.to_pylist()):
         known = _without_nulls(record)
-        if not _is_chat(known):
-            raise ConfigError(
-                f'--data {path}, row {number}: expected "{_CHAT}" to be objects with "role" and '
-                '"content"'
-            )
-        yield number, known
+        expected = f'"{_CHAT}" to be objects with "role" and "content"'
+        where = f"--data {path}, row {number}"
+        yield number, known if _is_chat(known) else ConfigError(f"{where}: expected {expected}")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -25,6 +25,9 @@ Data = Annotated[
         metavar="PATH",
     ),
 ]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out bad records of --data, and count them.")
+]
 Init = Annotated[
     str | None,
     typer.Option(

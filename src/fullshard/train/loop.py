@@ -241,6 +241,7 @@ class Trainer:
         self.saves = Saves(config, marks_best=world.is_first)
         self.held_out = HeldOut()
         self.evaluated: tuple[int, float] | None = None
+        self.bad_records = text.bad.count
         self.feed = Feed.of(config, text, world.size)
         self.evaluation = Evaluation(self.model, config, text, world)
         self.origin = describe(
@@ -307,6 +308,7 @@ class Trainer:
             eval_bits_per_byte=bits,
             skipped=started.skipped or None,
             repeated=started.repeated or None,
+            bad_records=self.bad_records or None,
             gather_error=gathered,
             reduce_error=reduced,
         )

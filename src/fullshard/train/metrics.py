@@ -23,6 +23,7 @@ class StepRecord:
             maximum over workers, measured when there is an evaluation; None: nothing was encoded.
         skipped: steps skipped since the start because something was not finite; None: none.
         repeated: steps begun again since the start because memory ran out; None: none.
+        bad_records: records of the data that were left out; None: none.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepRecord:
     eval_bits_per_byte: float | None = None
     skipped: int | None = None
     repeated: int | None = None
+    bad_records: int | None = None
     gather_error: float | None = None
     reduce_error: float | None = None
 

@@ -208,7 +208,13 @@ def _tell_patience(config: TrainConfig) -> None:
 
 
 def _tell_left_out(text: TokenizedText) -> None:
-    """Print a note if files of the folder were not read."""
+    """Print a note if files of the folder, or bad records, were not read."""
+    if text.bad.count:
+        print(
+            f"fullshard: note: {_count(text.bad.count, 'bad record')} of --data left out: "
+            f"{text.bad}",
+            file=sys.stderr,
+        )
     if text.left_out:
         more = f" and {len(text.left_out) - 8} more" if len(text.left_out) > 8 else ""
         print(
