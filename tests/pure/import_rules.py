@@ -26,7 +26,10 @@ PUBLIC_MODULES = {
         for name in "optim checkpoint wrap compat errors plan trace doctor".split()
     ),
 }
-OPTIONAL = {"transformers", "jinja2", "peft", "bitsandbytes", "pyarrow", "matplotlib"}  # the extras
+OPTIONAL = {  # the extras, and a module of Python 3.14
+    *("transformers", "jinja2", "peft", "bitsandbytes", "pyarrow", "matplotlib", "zstandard"),
+    "compression",
+}
 
 NEW_OR_DEPRECATED = set(
     "all_gather_into_tensor reduce_scatter_tensor all_gather_single reduce_scatter_single".split()

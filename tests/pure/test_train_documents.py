@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
+import sys
 from pathlib import Path
 
 import pytest
@@ -176,21 +179,53 @@ def test_an_array_of_records_is_read_as_records_and_other_json_as_text(tmp_path:
         collect(str(tmp_path))
 
 
+def zstd(data: bytes) -> bytes:
+    zstandard = pytest.importorskip("zstandard", reason="the extra zstd is not installed")
+    both = [zstandard.compress(part) for part in (data[:5], data[5:])]
+    return b"".join(both)  # as several threads write it
+
+
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
-def test_what_gzip_compressed_is_read_like_the_rest(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("kind", list(COMPRESS))
+def test_what_is_compressed_is_read_like_the_rest(tmp_path: Path, name: str, kind: str) -> None:
     records = [{"text": "one"}, {"text": "two"}]
     lines = "\n".join(map(json.dumps, records)) if name == "a.jsonl" else json.dumps(records)
     content = "one" if name == "a.txt" else lines
-    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+    (tmp_path / f"{name}{kind}").write_bytes(COMPRESS[kind](content.encode()))
     (tmp_path / "b.jsonl").write_text('{"text": "three"}')
     texts = [document.text for document in collect(str(tmp_path)).documents]
     assert texts == (["one", "three"] if name == "a.txt" else ["one", "two", "three"])
-    (tmp_path / f"{name}.gz").write_bytes(b"no gzip")
-    with pytest.raises(ConfigError, match=f"{name}.gz: cannot be read"):
+    (tmp_path / f"{name}{kind}").write_bytes(b"not compressed")
+    with pytest.raises(ConfigError, match=f"{name}{kind}: cannot be read"):
         collect(str(tmp_path))
-    (tmp_path / f"{name}.gz").rename(tmp_path / f"{name}.zst")
+
+
+def test_without_its_package_zstd_is_refused_by_the_name_of_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("compression", "zstandard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"(\xb5/\xfd")
+    (tmp_path / "b.txt").write_text(TEXT)
+    for data in (path, tmp_path):
+        with pytest.raises(ConfigError, match=r"a.jsonl.zst needs zstandard: pip install .*zstd"):
+            collect(str(data))
+
+
+def test_every_kind_of_file_that_is_not_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    names = [f"{n}.{kind}" for n in range(20) for kind in ("png", "arrow")]
+    for name in (*names, "blob", "more.tar"):
+        (tmp_path / name).write_bytes(b"\xff\xfe")
     assert collect(str(tmp_path)).left_out == (
-        f"{name}.zst (decompress it, or compress it by gzip)",
+        "0.arrow and 19 more *.arrow (not UTF-8)",
+        "0.png and 19 more *.png (not UTF-8)",
+        "blob (not UTF-8)",
+        "more.tar (an archive: unpack it)",
     )
 
 

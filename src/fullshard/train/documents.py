@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import re
 import sysconfig
-import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.errors import ConfigError
+
+from .compressed import is_compressed, read_bytes
 
 _SKIPPED_FOLDERS = frozenset(
     ["test", "tests", "encodings", "idlelib", "pydoc_data", "site-packages", "dist-packages"]
@@ -22,9 +23,8 @@ HELD_OUT_OF_256 = 16  # one document in sixteen
 # Fields of a JSONL record, columns of a parquet file.
 _TEXT, _CHAT, _TOOLS = "text", "messages", "tools"
 _BOTH = f'--data {{}}: has both "{_TEXT}" and "{_CHAT}"; leave out the one not to be learned'
-_GZIP = ".gz"
 _NUM_TOLD = 3  # bad records that messages name
-_COMPRESSED = (".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz")
+_ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")  # of files, not one compressed file
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Corpus(NamedTuple):
 
     Attributes:
         documents: sorted by name; only texts, or only chats.
-        left_out: visible files that were not read, each with the reason.
+        left_out: visible files that were not read, by kinds, each with the reason.
         bad: records that were left out.
     """
 
@@ -107,10 +107,10 @@ def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
 
     A file of records (``*.jsonl``, ``*.parquet``, ``*.json`` with an array or one record) gives a
     document for each: its field or column ``text``, or ``messages``, a chat, with its ``tools`` if
-    there are any. Any other file of UTF-8 is one text. Files may be compressed by gzip (``*.gz``).
-    Of a folder, hidden files are never read. In a folder with records, as on the Hugging Face Hub,
-    README, LICENSE and similar files are left out. If names of files or folders give splits and one
-    is ``train``, the other splits are left out.
+    there are any. Any other file of UTF-8 is one text. Files may be compressed (``*.gz``,
+    ``*.bz2``, ``*.xz``, ``*.zst``). Of a folder, hidden files are never read. In a folder with
+    records, as on the Hugging Face Hub, README, LICENSE and similar files are left out. If names of
+    files or folders give splits and one is ``train``, the other splits are left out.
 
     Args:
         data: a file or a folder. ``None`` reads the ``*.py`` of Python's standard library, without
@@ -152,9 +152,9 @@ def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
         documents += [document for document in read if document.text]
     if not skip_bad:
         bad.refuse()
-    told = tuple(f"{names[path]} ({why})" for path, why in left_out.items())
+    told = _told({names[path]: why for path, why in left_out.items()})
     if not documents:
-        more = f"; left out: {', '.join(told[:8])}" if told else ""
+        more = f"; left out: {', '.join(told)}" if told else ""
         more += f"; bad records: {bad}" if bad.count else ""
         raise ConfigError(
             f"--data {data or root}: holds no text (UTF-8 files that are not empty){more}"
@@ -167,6 +167,19 @@ def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
             "only chats or only texts"
         )
     return Corpus(sorted(documents, key=lambda document: document.name), told, bad)
+
+
+def _told(left_out: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what was left out, in a text for each extension and reason."""
+    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, why in left_out.items():
+        kinds[Path(name).suffix, why].append(name)
+    return tuple(
+        f"{first} and {len(others):,} more {f'*{kind}' if kind else 'without extension'} ({why})"
+        if others
+        else f"{first} ({why})"
+        for (kind, why), (first, *others) in kinds.items()
+    )
 
 
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
@@ -212,7 +225,7 @@ def _split_of(name: str) -> str:
 
 def _records(path: Path) -> Records | None:
     """Return the records of a file, or None if it is no file of records."""
-    kind = path.with_suffix("").suffix if path.suffix == _GZIP else path.suffix
+    kind = path.with_suffix("").suffix if is_compressed(path) else path.suffix
     if kind == ".jsonl":
         return _read_jsonl(path)
     if kind == ".json":
@@ -233,26 +246,13 @@ def _documents(records: Records, name: str, bad: BadRecords) -> Iterator[Documen
             yield Document(own, json.dumps(chat), is_chat=True)
 
 
-def _bytes(path: Path) -> bytes:
-    """Return what a file holds, without compression.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        found = path.read_bytes()
-        return gzip.decompress(found) if path.suffix == _GZIP else found
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"--data {path}: cannot be read ({error})") from error
-
-
 def _text(path: Path, name: str, left_out: dict[Path, str]) -> list[Document]:
     """Return the file as one document; if it is not text, add it to ``left_out``."""
-    if path.suffix in _COMPRESSED:
-        left_out[path] = "decompress it, or compress it by gzip"
+    if path.suffix in _ARCHIVES:
+        left_out[path] = "an archive: unpack it"
         return []
     try:
-        text = _bytes(path).decode()
+        text = read_bytes(path).decode()
     except UnicodeDecodeError:
         left_out[path] = "not UTF-8"
         return []
@@ -265,7 +265,7 @@ def _text(path: Path, name: str, left_out: dict[Path, str]) -> list[Document]:
 def _read_jsonl(path: Path) -> Records:
     """Yield line numbers and records, skipping empty lines."""
     # Not splitlines: JSON may hold U+2028. No byte of a longer character is a line break.
-    for number, line in enumerate(_bytes(path).split(b"\n"), start=1):
+    for number, line in enumerate(read_bytes(path).split(b"\n"), start=1):
         if line.strip():
             yield number, _parsed(line, f"{path}, line {number}")
 
@@ -282,7 +282,7 @@ def _parsed(line: bytes, where: str) -> Mapping[str, Any] | ConfigError:
 def _read_json(path: Path) -> Records | None:
     """Return the records of an array, or a single one; None if the file has no records."""
     try:
-        found = json.loads(_bytes(path))
+        found = json.loads(read_bytes(path))
     except ValueError:
         return None  # one text
     records = found if isinstance(found, list) else [found]

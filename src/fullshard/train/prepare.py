@@ -216,12 +216,7 @@ def _tell_left_out(text: TokenizedText) -> None:
             file=sys.stderr,
         )
     if text.left_out:
-        more = f" and {len(text.left_out) - 8} more" if len(text.left_out) > 8 else ""
-        print(
-            f"fullshard: note: {_count(len(text.left_out), 'file')} of --data not read: "
-            f"{', '.join(text.left_out[:8])}{more}",
-            file=sys.stderr,
-        )
+        print(f"fullshard: note: not read of --data: {', '.join(text.left_out)}", file=sys.stderr)
 
 
 def _tell_cut(rows: Rows, seq: int) -> None:
