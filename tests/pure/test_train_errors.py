@@ -13,10 +13,11 @@ from torch import nn
 
 from fullshard import checkpoint
 from fullshard.cli import main
-from fullshard.train import launch
+from fullshard.train import command, launch
 from fullshard.train.config import TrainConfig
 from fullshard.train.data import load_text
 from fullshard.train.rundir import RunDir, describe
+from fullshard.train.world import local_rank
 
 LLAMA = {
     "model_type": "llama",
@@ -175,7 +176,7 @@ def refuse_to_start(nproc: int, config: Path) -> None:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with ``FILES``, a cache elsewhere, no launcher around, and nothing that starts."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in (*LAUNCHED, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(launch, "_start_workers", refuse_to_start)
@@ -270,3 +271,36 @@ def test_under_torchrun_the_first_worker_alone_says_that_nproc_does_not_fit(
     else:
         assert main(["train", "--nproc", "2"]) == 2
         assert capfd.readouterr() == ("", "")
+
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize("missing", list(LAUNCHED))
+def test_half_of_a_launchers_environment_is_refused(
+    missing: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = {name: value for name, value in LAUNCHED.items() if name != missing}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    message = f"the environment has {', '.join(given)}, but not {missing}: start workers by"
+    assert_refused(folder, "", message, capfd)
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_a_worker_without_local_rank_takes_the_only_gpu(
+    gpus: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    if gpus > 1:
+        message = "RANK is set, but LOCAL_RANK is not, and this machine has 8 GPUs: set LOCAL_RANK"
+        assert_refused(folder, "", message, capfd)
+        return
+    began = []
+    monkeypatch.setattr(command, "work", lambda config, *, prepared: began.append(local_rank()))
+    monkeypatch.setattr(command, "launch", lambda config: 0)
+    assert main(["train", "--data", "text.txt"]) == 0
+    assert began == [0]

@@ -20,7 +20,7 @@ from .launch import default_nproc, launch
 from .options import read_options
 from .rundir import RunDir
 from .worker import work
-from .world import is_worker, num_local_workers
+from .world import check_launched, is_worker, num_local_workers
 
 _DEFAULT = TrainConfig()
 
@@ -78,6 +78,7 @@ def train_command(
     torchrun --nproc-per-node 2 -m fullshard.train
     """
     config = resolve(context)
+    check_launched()
     if is_worker():
         work(config, prepared=False)
     return launch(config)

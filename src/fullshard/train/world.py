@@ -111,6 +111,47 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def check_launched() -> None:
+    """Check that a launcher that started this process has set what a worker needs to know.
+
+    Raises:
+        ConfigError: only some of the variables are set, and the others cannot be derived.
+    """
+    needed = [
+        "RANK",
+        "WORLD_SIZE",
+        *(() if STORE in os.environ else ("MASTER_ADDR", "MASTER_PORT")),
+    ]
+    missing = [name for name in needed if name not in os.environ]
+    if not missing:
+        local_rank()
+    elif "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        given = [name for name in needed if name in os.environ]
+        raise ConfigError(
+            f"the environment has {', '.join(given)}, but not {', '.join(missing)}: start workers "
+            "by torchrun, which sets all of them, or unset those that an earlier job left"
+        )
+
+
+def local_rank() -> int:
+    """Return the number of this worker on its machine, and so of its GPU.
+
+    Launchers that start one worker per machine may leave ``LOCAL_RANK`` out: it is 0.
+
+    Raises:
+        ConfigError: it is not set, and the machine has several GPUs to choose from.
+    """
+    if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
+        found = torch.cuda.device_count()
+        if found > 1:
+            raise ConfigError(
+                f"RANK is set, but LOCAL_RANK is not, and this machine has {found} GPUs: set "
+                "LOCAL_RANK to the number of the worker on its machine, and LOCAL_WORLD_SIZE to "
+                "how many there are, or start workers by torchrun, which sets both"
+            )
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def num_local_workers() -> int:
     """Return the number of workers that the launcher started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -131,7 +172,7 @@ def join_world() -> Iterator[World]:
     place, has_prepared = meeting_place()
     if torch.cuda.is_available():
         check_gpus(num_local_workers())
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **place)
     else:
