@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,16 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fullshard.train import data, worker
+from fullshard.train import data, documents, tokenizing, worker
 from fullshard.train.config import TrainConfig
-from fullshard.train.data import (
-    END,
-    RowOrder,
-    load_text,
-    train_tokenizer,
-)
-from fullshard.train.documents import Document, split
+from fullshard.train.data import RowOrder, load_text
+from fullshard.train.documents import Document, collect, split
 from fullshard.train.rows import Windows
+from fullshard.train.tokenizing import END, train_tokenizer
 
 TEXT = "def add(left, right):\n    return left + right  # naïve, 中文 and 🙂\n\n"
 
@@ -139,26 +140,121 @@ def test_one_of_several_processes_makes_the_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, made = str(write_files(tmp_path / "a")), []
-    fill = data._fill_cache
+    fill = data.fill_cache
 
     def slowly(*args: Any) -> None:
         made.append(args)
         time.sleep(0.2)
         fill(*args)
 
-    monkeypatch.setattr(data, "_fill_cache", slowly)
+    monkeypatch.setattr(data, "fill_cache", slowly)
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: load_text(root, vocab_size=400).key, range(4)))
     assert len(set(found)) == len(made) == 1
 
 
+def make_older(root: Path, by_s: float = 3600.0) -> None:
+    """Files that changed a moment ago may change again at the same time of their clock."""
+    for path in root.rglob("*"):
+        os.utime(path, (time.time() - by_s,) * 2)
+
+
+def test_files_are_read_once_a_machine_and_again_only_if_they_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, reads = write_files(tmp_path / "a"), []
+    read = documents.read_bytes
+    monkeypatch.setattr(data, "_UNSURE_NS", 0)
+    monkeypatch.setattr(
+        documents, "read_bytes", lambda path: (reads.append(path.name), read(path))[1]
+    )
+
+    def load(cores: int) -> tuple[str, int]:
+        """Load as so many workers do at once; return the key and how many files were read."""
+        reads.clear()
+        with ThreadPoolExecutor(cores) as threads:
+            found = list(threads.map(lambda _: load_text(str(root), vocab_size=400), range(cores)))
+        assert len({(one.key, one.nbytes, one.num_documents) for one in found}) == 1
+        assert found[0].nbytes == sum(path.stat().st_size for path in root.rglob("*.py"))
+        return found[0].key, len(reads)
+
+    first, count = load(4)
+    assert count == 30
+    assert load(4) == (first, 0)
+    make_older(root)
+    assert load(2) == (first, 30)  # the same tokens
+    path = root / "part0" / "file00.py"
+    times = path.stat()
+    path.write_text(path.read_text().replace("add", "sum"))  # as many bytes
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    second, count = load(2)
+    assert second != first and count == 30
+    (root / "more.py").write_text("a")
+    assert load(1)[1] == 31
+
+
+def test_a_text_that_has_just_changed_is_read_again(tmp_path: Path) -> None:
+    root = write_files(tmp_path / "a")
+    load_text(str(root), vocab_size=400)
+    assert [*(tmp_path / "cache").rglob("seen/*.json")] == []
+
+
+KILLED = """
+import os, signal, sys
+from fullshard.train import data, tokenizing
+tokenizing._AT_ONCE = 4
+appear = tokenizing._appear
+def killed(path, write):
+    appear(path, write)
+    if path.name == "train-000002.npz":
+        os.kill(os.getpid(), signal.SIGKILL)
+tokenizing._appear = killed
+data.load_text(sys.argv[1], vocab_size=400)
+"""
+
+
+def test_what_was_tokenized_before_a_kill_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = str(write_files(tmp_path / "a"))
+    killed = subprocess.run([sys.executable, "-c", KILLED, root], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    made, trained = [], []
+    of_texts = tokenizing._of_texts
+
+    def counted(*args: Any) -> Any:
+        make = of_texts(*args)
+        return lambda group: (made.extend(group), make(group))[1]
+
+    monkeypatch.setattr(tokenizing, "_of_texts", counted)
+    monkeypatch.setattr(tokenizing, "_AT_ONCE", 4)
+    monkeypatch.setattr(tokenizing, "train_tokenizer", trained.append)
+    text = load_text(root, vocab_size=400)
+    assert len(made) == text.num_documents - 3 * 4 and trained == []
+    assert [*(tmp_path / "cache").rglob("*.unfinished")] == []
+    for part, its in zip((text.train, text.held_out), split(collect(root).documents), strict=True):
+        expected = [id for one in its for id in (text.end, *text.tokenizer.encode(one.text).ids)]
+        assert part.tokens.tolist() == expected
+
+
 def test_tokenizing_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(data, "_TELL_S", 0.0)
+    monkeypatch.setattr(tokenizing, "_TELL_S", 0.0)
     load_text(str(write_files(tmp_path / "a")), vocab_size=400)
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and all(line.startswith("tokenizing: 0 of 0 million") for line in told)
+    line = r"tokenizing: 0\.0 of 0\.0 million characters, \d+\.\d\d million/s, \d+ s left"
+    assert len(told) == 2 and all(re.fullmatch(line, one) for one in told)
+
+
+def test_on_a_terminal_tokenizing_shows_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(tokenizing, "_TELL_S", 0.0)
+    load_text(str(write_files(tmp_path / "a")), vocab_size=400)
+    told = capsys.readouterr().err
+    assert "million/s" in told and "tokenizing: " not in told
 
 
 def test_the_text_is_loaded_before_workers_wait_for_each_other(
@@ -173,7 +269,7 @@ def test_the_text_is_loaded_before_workers_wait_for_each_other(
     config = TrainConfig(data=str(write_files(tmp_path / "a")), out=str(tmp_path / "run"))
     with pytest.raises(InterruptedError):
         worker.run_worker(config, prepared=False)
-    monkeypatch.setattr(data, "_fill_cache", None)
+    monkeypatch.setattr(data, "fill_cache", None)
     assert load_text(config.data, vocab_size=2048).num_documents == 30
     with pytest.raises(InterruptedError):  # what fails is told later, on all workers
         worker.run_worker(replace(config, data="nowhere"), prepared=False)

@@ -16,11 +16,8 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
-import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,23 +25,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from fullshard.errors import ConfigError
 
-from .chats import ChatTokenizer, Sample
 from .config import TrainConfig
-from .documents import BadRecords, Document, collect, split
+from .documents import BadRecords, Document, collect, find
 from .pretrained import PretrainedTokenizer
 from .rows import Indices, Packed, Rows, Tokens, Windows
+from .tokenizing import END, fill_cache
 
-END = "<|end|>"  # end mark between documents; its id is 0
 LEAST_TOKENS = 257  # one per byte value, and END
 MOST_TOKENS = 1 << 15  # only unusually large texts fill more; ids are uint16
 _FORMAT = 6  # part of the cache key: raise it whenever the content of the cache changes
-_TELL_S = 5.0  # seconds between two lines about progress
-_AT_ONCE = 1024  # documents encoded together: few, as ids in Python lists are large
+_UNSURE_NS = 2_000_000_000  # a file that was changed so short before may change unnoticed
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,23 +190,14 @@ def load_text(
         ConfigError: see ``collect``; or there are bad records, or the tokenizer is missing, does
             not fit the model, or cannot write chats.
     """
-    collected = collect(data, skip_bad=skip_bad)
-    documents = collected.documents
-    if pretrained is None and documents[0].is_chat:
-        raise ConfigError(
-            f"--data {data}: holds chats, which need a tokenizer with a chat template: give --init"
-        )
     given = None
     if pretrained is not None:
         given = PretrainedTokenizer(pretrained)
         given.check_size(vocab_size)
-    folder = _cache_root() / _key(documents, vocab_size, given)
-    if not folder.exists():
-        with _alone(folder):  # one process of a machine tokenizes, if its files have locks
-            if not folder.exists():
-                _fill_cache(folder, documents, vocab_size, given)
+    told = _known(data, vocab_size, given, skip_bad=skip_bad)
+    folder = _cache_root() / told["key"]
     facts = json.loads((folder / "facts.json").read_text())
-    bad = BadRecords(**facts["bad"])
+    bad = BadRecords(**told["bad"]).joined(BadRecords(**facts["bad"]))
     if not skip_bad:
         bad.refuse()
     return TokenizedText(
@@ -219,27 +205,73 @@ def load_text(
         held_out=_read_part(folder, "held_out", facts),
         tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
         key=facts["key"],
-        num_documents=len(documents),
-        left_out=collected.left_out,
-        nbytes=sum(len(document.text.encode()) for document in documents),
+        num_documents=told["num_documents"],
+        left_out=tuple(told["left_out"]),
+        nbytes=told["nbytes"],
         end=facts["end"],
-        bad=collected.bad.joined(bad),
+        bad=bad,
     )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a lossless byte-level BPE; small texts give fewer tokens than ``vocab_size``."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+def _known(
+    data: str | None, vocab_size: int, given: PretrainedTokenizer | None, *, skip_bad: bool
+) -> dict[str, Any]:
+    """Return facts of the text, whose tokens are then in the cache.
+
+    One process of a machine reads the text and tokenizes it, if its files have locks; the others
+    wait, and find the facts by the sizes and times of the files. So does every later start.
+    """
+    of_model = hashlib.sha256(json.dumps([_FORMAT, vocab_size]).encode())
+    if given is not None:
+        of_model.update(given.identity(of_chats=True).encode())
+    seen = _seen(data, of_model.hexdigest())
+    assert seen is not None
+    with _alone(seen):
+        with suppress(OSError, ValueError, KeyError):
+            told: dict[str, Any] = json.loads(seen.read_text())
+            if (_cache_root() / told["key"]).exists():
+                return told
+        collected = collect(data, skip_bad=skip_bad)
+        documents = collected.documents
+        if given is None and documents[0].is_chat:
+            raise ConfigError(
+                f"--data {data}: holds chats, which need a tokenizer with a chat template: give "
+                "--init"
+            )
+        told = {
+            "key": _key(documents, vocab_size, given),
+            "num_documents": len(documents),
+            "nbytes": sum(len(document.text.encode()) for document in documents),
+            "left_out": collected.left_out,
+            "bad": asdict(collected.bad),
+        }
+        folder = _cache_root() / told["key"]
+        with _alone(folder):  # another process may have the same text in other files
+            if not folder.exists():
+                fill_cache(folder, documents, vocab_size, given)
+        if _seen(data, of_model.hexdigest(), sure=True) == seen:
+            unfinished = seen.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps(told))
+            unfinished.replace(seen)
+        return told
+
+
+def _seen(data: str | None, of_model: str, *, sure: bool = False) -> Path | None:
+    """Return where facts of the text are kept, by names, sizes and times of all of its files.
+
+    None if they are to be ``sure`` and a file was changed too recently.
+    """
+    root, files = find(data)
+    digest = hashlib.sha256(f"{of_model} {root.absolute()}".encode())
+    newest_ns = 0
+    for path in sorted(files):
+        facts = path.stat()
+        times = facts.st_mtime_ns, facts.st_ctime_ns
+        newest_ns = max(newest_ns, *times)
+        digest.update(repr((str(path), facts.st_size, *times, facts.st_ino)).encode())
+    if sure and time.time_ns() - newest_ns < _UNSURE_NS:
+        return None
+    return _cache_root() / "seen" / f"{digest.hexdigest()[:32]}.json"
 
 
 @functools.lru_cache(maxsize=2)
@@ -257,72 +289,6 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _with_progress(documents: Sequence[Document], at_once: int) -> Iterator[Sequence[Document]]:
-    """Yield groups of ``at_once`` documents, and print the progress every few seconds."""
-    began_s = told_s = time.monotonic()
-    size = sum(len(document.text) for document in documents)
-    done = 0
-    for start in range(0, len(documents), at_once):
-        group = documents[start : start + at_once]
-        yield group
-        done += sum(len(document.text) for document in group)
-        now_s = time.monotonic()
-        if now_s - told_s >= _TELL_S:
-            told_s = now_s
-            left_s = (now_s - began_s) * (size - done) / max(1, done)
-            print(
-                f"tokenizing: {done / 1e6:,.0f} of {size / 1e6:,.0f} million characters, "
-                f"{left_s:.0f} s left",
-                file=sys.stderr,
-            )
-
-
-def _fill_cache(
-    folder: Path,
-    documents: Sequence[Document],
-    vocab_size: int,
-    given: PretrainedTokenizer | None,
-) -> None:
-    """Write the tokens beside ``folder``, then rename: ``folder`` is complete or absent."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
-    try:
-        train, held_out = split(documents)
-        if given is None:
-            tokenizer = train_tokenizer([document.text for document in train], vocab_size)
-            end = tokenizer.get_vocab()[END]
-        else:
-            tokenizer, end = given.plain, given.end
-        facts: dict[str, Any] = {"end": end}
-        bad = BadRecords()
-        for name, part in (("train", train), ("held_out", held_out)):
-            if given is not None and documents[0].is_chat:
-                nbytes = _write_chats(unfinished, name, given, part, bad)
-            else:
-                np.save(unfinished / f"{name}.npy", _encode(tokenizer, end, part))
-                nbytes = sum(len(document.text.encode()) for document in part)
-            facts[f"{name}_nbytes"] = nbytes
-        facts["bad"] = asdict(bad)
-        facts["key"] = _digest([end, tokenizer.to_str()], unfinished)
-        tokenizer.save(str(unfinished / "tokenizer.json"))
-        (unfinished / "facts.json").write_text(json.dumps(facts))
-        unfinished.rename(folder)
-    except OSError:
-        if not folder.exists():  # otherwise another process was faster, with the same tokens
-            raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _digest(facts: Any, folder: Path) -> str:
-    """Return a digest of ``facts`` and of all tokens in ``folder``."""
-    digest = hashlib.sha256(json.dumps(facts).encode())
-    for path in sorted(folder.glob("*.npy")):
-        with path.open("rb") as file:
-            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
-
-
 def _read_part(folder: Path, name: str, facts: dict[str, Any]) -> TextPart:
     def read(file: str) -> Any:
         path = folder / f"{file}.npy"
@@ -330,46 +296,6 @@ def _read_part(folder: Path, name: str, facts: dict[str, Any]) -> TextPart:
 
     tokens, starts, learned = read(name), read(f"{name}_starts"), read(f"{name}_learned")
     return TextPart(tokens, facts["end"], starts, learned, facts[f"{name}_nbytes"])
-
-
-def _write_chats(
-    folder: Path,
-    name: str,
-    given: PretrainedTokenizer,
-    documents: Sequence[Document],
-    bad: BadRecords,
-) -> int:
-    """Write the samples of chats, and return the size of what is to be learned in bytes."""
-    tokenizer = ChatTokenizer(given)
-    samples: list[Sample] = []
-    for (document,) in _with_progress(documents, 1):
-        try:
-            samples += tokenizer.samples(document)
-        except ConfigError as error:
-            bad.add(error)
-    kind = _dtype_of(given.plain)
-    tokens = [np.array(sample.tokens, kind) for sample in samples]
-    learned = [np.array(sample.learned, np.bool_) for sample in samples]
-    lengths = [len(sample.tokens) for sample in samples]
-    np.save(folder / f"{name}.npy", np.concatenate([np.empty(0, kind), *tokens]))
-    np.save(folder / f"{name}_learned.npy", np.concatenate([np.empty(0, np.bool_), *learned]))
-    np.save(folder / f"{name}_starts.npy", np.cumsum([0, *lengths], dtype=np.int64))
-    return sum(sample.nbytes for sample in samples)
-
-
-def _encode(tokenizer: Tokenizer, end: int, documents: Sequence[Document]) -> Tokens:
-    pieces = [
-        np.array([end, *encoding.ids], dtype=_dtype_of(tokenizer))
-        for group in _with_progress(documents, _AT_ONCE)
-        for encoding in tokenizer.encode_batch(
-            [document.text for document in group], add_special_tokens=False
-        )
-    ]
-    return np.concatenate(pieces)
-
-
-def _dtype_of(tokenizer: Tokenizer) -> type[np.uint16] | type[np.uint32]:
-    return np.uint16 if max(tokenizer.get_vocab().values()) < 1 << 16 else np.uint32
 
 
 def _key(documents: Sequence[Document], vocab_size: int, given: PretrainedTokenizer | None) -> str:

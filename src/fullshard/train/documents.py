@@ -122,14 +122,7 @@ def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
         ConfigError: the path is missing or holds no text, there are bad records, or texts beside
             chats, or a file cannot be read.
     """
-    if data is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & _folders(p, root)]
-    else:
-        root = Path(data)
-        if not root.exists():
-            raise ConfigError(f"--data {data}: there is no such file or folder")
-        files = [root] if root.is_file() else [p for p in root.rglob("*") if _is_visible(p, root)]
+    root, files = find(data)
     folder = root.parent if root.is_file() else root
     names = {path: path.relative_to(folder).as_posix() for path in sorted(files)}
     left_out: dict[Path, str] = {}
@@ -167,6 +160,23 @@ def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
             "only chats or only texts"
         )
     return Corpus(sorted(documents, key=lambda document: document.name), told, bad)
+
+
+def find(data: str | None) -> tuple[Path, list[Path]]:
+    """Return the file or folder that ``data`` stands for, see ``collect``, and its visible files.
+
+    Raises:
+        ConfigError: there is no such file or folder.
+    """
+    if data is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & _folders(p, root)]
+    else:
+        root = Path(data)
+        if not root.exists():
+            raise ConfigError(f"--data {data}: there is no such file or folder")
+        files = [root] if root.is_file() else [p for p in root.rglob("*") if _is_visible(p, root)]
+    return root, files
 
 
 def _told(left_out: Mapping[str, str]) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ from fullshard.checkpoint import save_weights
 
 from .adapters import merge_adapters, save_adapters
 from .config import SaveDtype, TrainConfig
-from .data import END
 from .hf import caching
+from .tokenizing import END
 from .world import World
 
 _BESIDE_WEIGHTS = (

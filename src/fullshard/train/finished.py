@@ -16,12 +16,12 @@ from fullshard.errors import CheckpointError, ConfigError
 from .architecture import choose_architecture, load_text_for
 from .best import read_best
 from .config import HF, SaveDtype, TrainConfig
-from .data import END
 from .export import export
 from .loop import build_on_meta, fill
 from .pretrained import PretrainedTokenizer
 from .rundir import RunDir, difference, read_origin
 from .sample import continued
+from .tokenizing import END
 from .world import World
 
 _CPU = torch.device("cpu")
