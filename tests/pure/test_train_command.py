@@ -110,6 +110,32 @@ def test_a_run_that_goes_on_by_another_schedule_says_so(
     assert (started[-1].steps, started[-1].adam_betas) == (12, (0.9, 0.99))
 
 
+OFF = ("keep", "patience", "memory_every", "min_workers")
+
+
+def test_a_resumed_run_can_switch_off_what_it_had(
+    started: list[TrainConfig], elsewhere: Path
+) -> None:
+    given = ["train", "--data", text_file(elsewhere), "--seq", "16", "--steps", "9"]
+    flags = [f"--{name.replace('_', '-')}" for name in OFF]
+    numbers = [word for flag in flags for word in (flag, "2")]
+    switches = ["--skip-bad", "--checkpoint-activations", "--trace"]
+    assert main([*given, *numbers, *switches]) == 0
+    assert [getattr(started[-1], name) for name in OFF] == [2] * 4
+    a_checkpoint(RunDir(Path("runs/default")), started[0], key_of_text(started), 4)
+    assert main(["train", "--resume"]) == 0
+    assert [getattr(started[-1], name) for name in OFF] == [2] * 4
+    none = [word for flag in flags for word in (flag, "0")]
+    off = ["--no-skip-bad", "--no-checkpoint-activations", "--no-trace"]
+    assert main(["train", "--resume", *none, *off]) == 0
+    assert [getattr(started[-1], name) for name in OFF] == [None] * 4
+    last = started[-1]
+    assert not (last.skip_bad or last.checkpoint_activations or last.trace)
+    Path("off.toml").write_text("keep = 0\ntrace = false\n")
+    assert main(["train", "--resume", "--config", "off.toml"]) == 0
+    assert started[-1].keep is None
+
+
 @pytest.mark.parametrize(
     ("options", "evaluations"), [("--eval-every 2", "4 evaluations"), ("--eval-every 8", "1 eval")]
 )

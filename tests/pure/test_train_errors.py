@@ -68,7 +68,6 @@ OPTIONS = [
     ("--optimizer muon --muon-lr 0", "--muon-lr is 0.0, it must be greater than 0"),
     ("--optimizer muon --init a_file --lora 4", "AdamW trains adapters"),
     ("--dtype fp8", "'fp8' is not one of"),
-    ("--keep 0", "--keep is 0, it must be at least 1"),
     ("--keep -2", "--keep is -2, it must be at least 1"),
     ("--epochs 0", "--epochs is 0, it must be greater than 0"),
     ("--epochs -1", "--epochs is -1, it must be greater than 0"),
@@ -77,7 +76,7 @@ OPTIONS = [
     ("--epochs 2 --steps 600", "--steps with --epochs: give one of them"),
     ("--save-dtype bf16", "--save-dtype needs --export"),
     ("--save-dtype int8", "'int8' is not one of"),
-    ("--patience 0", "--patience is 0, it must be at least 1"),
+    ("--patience -1", "--patience is -1, it must be at least 1"),
     ("--sample 0", "--sample is 0, it must be at least 1"),
     ("--sample -5", "--sample is -5, it must be at least 1"),
     ("--sample some", "--sample is some, expected off or a number of tokens"),
@@ -139,8 +138,7 @@ RESUMING = [
     ("--name bare", "runs/bare holds no checkpoint to resume: start without --resume"),
     (
         "--name lost",
-        "runs/lost holds no checkpoint to resume: start without --resume, or move "
-        "runs/lost/best/step-000002 to runs/lost/checkpoints",
+        "runs/lost/best/step-000002: not a checkpoint of fullshard train",
     ),
     (
         "--model 10m",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import checkpoint, fully_shard
+from fullshard import Life, checkpoint, fully_shard
 from fullshard.checkpoint import committing
 from fullshard.errors import CheckpointError
 from fullshard.train.best import read_best
@@ -96,6 +97,7 @@ def test_a_save_that_fails_removes_nothing(pool: RankPool, tmp_path: Path) -> No
 
 KILLED = """
 import os
+import shutil
 import signal
 import sys
 
@@ -159,3 +161,40 @@ def test_a_job_that_is_killed_in_a_save_leaves_an_intact_checkpoint(
     saves.wait()
     there = sorted(path.name for path in run.checkpoints.iterdir())
     assert there == ["latest", "step-000004"]  # what was unfinished went, too
+
+
+def resumed(out: str) -> tuple[int, float, list[int]]:
+    """Go on from what is left; the step, the weight, and the steps that a life finds."""
+    saves = Saves(TrainConfig(out=out, keep=1), marks_best=dist.get_rank() == 0)
+    model = nn.Linear(4, 4, bias=False)
+    life = Life(dist.get_rank(), dist.get_world_size())
+    loaded = saves.load(model, torch.optim.AdamW(model.parameters()), life, resumes=True)
+    assert loaded is not None
+    return loaded.step, model.weight.flatten()[0].item(), saves.steps()
+
+
+def saved_twice(out: str) -> None:
+    saves = Saves(TrainConfig(out=out, keep=1), marks_best=dist.get_rank() == 0)
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, bits in ((1, 1.0), (2, 2.0)):
+        nn.init.constant_(model.weight, step)
+        saves.save(model, optimizer, {}, step=step, on_disk=True, bits_per_byte=bits)
+        saves.wait()
+
+
+@pytest.mark.parametrize("left", ["newest", "damaged", "none"])
+def test_a_run_resumes_from_the_best_checkpoint_if_no_other_is_left(
+    pool: RankPool, tmp_path: Path, left: str
+) -> None:
+    pool.run(2, saved_twice, str(tmp_path))
+    newest = RunDir(tmp_path).checkpoint(2)
+    if left == "none":
+        shutil.rmtree(newest)
+        assert RunDir(tmp_path).newest_checkpoint() == tmp_path / "best" / "step-000001"
+    elif left == "damaged":
+        data = newest / "rank-00000.safetensors"
+        data.write_bytes(data.read_bytes()[:-8] + b"\xff" * 8)
+    step = 2 if left == "newest" else 1
+    steps = [1] if left == "none" else [1, 2]
+    assert pool.run(2, resumed, str(tmp_path)) == [(step, float(step), steps)] * 2

@@ -126,6 +126,9 @@ def resolve(context: typer.Context) -> TrainConfig:
                 "them and starts them again, see its --max-restarts: leave --min-workers out"
             )
         asked["nproc"] = _nproc_of_launcher(given)
+    for key in _ZERO_IS_OFF:
+        if asked.get(key) == 0:
+            asked[key] = None
     if "sample" in asked:
         asked["sample"] = _sample_of(asked["sample"])
     for key in ("data", "init", "export"):
@@ -134,6 +137,10 @@ def resolve(context: typer.Context) -> TrainConfig:
     if asked.get("model", "").startswith(HF):
         asked["model"] = HF + str(Path(asked["model"].removeprefix(HF)).absolute())
     return dataclasses.replace(base, **asked, out=folder)
+
+
+_ZERO_IS_OFF = ("keep", "patience", "memory_every", "min_workers")
+"""Options that a resumed run takes over unless they are given."""
 
 
 def _kinds() -> dict[str, Any]:

@@ -25,9 +25,7 @@ Data = Annotated[
         metavar="PATH",
     ),
 ]
-SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Leave out bad records of --data, and count them.")
-]
+SkipBad = Annotated[bool, typer.Option(help="Leave out bad records of --data, and count them.")]
 Init = Annotated[
     str | None,
     typer.Option(
@@ -53,7 +51,7 @@ SaveDtype = Annotated[
     config.SaveDtype | None,
     typer.Option(help="Dtype of exported weights; default: fp32, as they are trained."),
 ]
-Merge = Annotated[bool, typer.Option("--merge", help="Export the model with the adapters in it.")]
+Merge = Annotated[bool, typer.Option(help="Export the model with the adapters in it.")]
 ConfigFile = Annotated[
     str | None,
     typer.Option(
@@ -69,7 +67,7 @@ Resume = Annotated[
 ]
 Nproc = Annotated[int | None, typer.Option(help="Local workers; default: one per GPU, 2 on CPU.")]
 MinWorkers = Annotated[
-    int | None, typer.Option(help="Go on without workers that are lost, while so many are left.")
+    int | None, typer.Option(help="Continue after losing workers while at least N remain; 0: end.")
 ]
 Steps = Annotated[int, typer.Option(help="Steps of the whole schedule.")]
 Epochs = Annotated[
@@ -110,23 +108,25 @@ Wire = Annotated[
     ),
 ]
 Reshard = Annotated[bool, typer.Option(help="Free full parameters between forward and backward.")]
-CheckpointActivations = Annotated[
-    bool, typer.Option("--checkpoint-activations", help="Recompute blocks in backward.")
-]
+CheckpointActivations = Annotated[bool, typer.Option(help="Recompute blocks in backward.")]
 Seed = Annotated[int, typer.Option(help="Of weights and data order.")]
 SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
 Keep = Annotated[
     int | None,
-    typer.Option(help="Keep the newest N checkpoints, and the best; default: all.", metavar="N"),
+    typer.Option(help="Keep the newest N checkpoints, and the best; 0: all.", metavar="N"),
 ]
 MemoryEvery = Annotated[
     int | None,
-    typer.Option(help="Steps between checkpoints in memory, with a copy on another machine."),
+    typer.Option(
+        help="Steps between checkpoints in memory, with a copy on another machine; 0: none."
+    ),
 ]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.")]
 Patience = Annotated[
     int | None,
-    typer.Option(help="End after N evaluations without a lower held-out loss.", metavar="N"),
+    typer.Option(
+        help="End after N evaluations without a lower held-out loss; 0: never.", metavar="N"
+    ),
 ]
 Sample = Annotated[
     str, typer.Option(help="Tokens of the sample at the end of the run.", metavar="off|N")

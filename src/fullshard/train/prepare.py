@@ -11,7 +11,6 @@ from fullshard.errors import ConfigError
 
 from .adapters import check_peft
 from .architecture import choose_architecture, count_parameters, load_text_for
-from .best import read_best
 from .config import TrainConfig
 from .data import TokenizedText
 from .optimizer import described
@@ -47,11 +46,7 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
     run = RunDir(Path(config.out))
     newest = run.newest_checkpoint()
     if config.resume and newest is None:
-        best = read_best(run)
-        otherwise = "start without --resume"
-        if best is not None:
-            otherwise += f", or move {best.path} to {run.checkpoints}"
-        raise ConfigError(f"{run.path} holds no checkpoint to resume: {otherwise}")
+        raise ConfigError(f"{run.path} holds no checkpoint to resume: start without --resume")
     _check_extras(config)
     architecture = choose_architecture(config)
     num_parameters = count_parameters(architecture, config)

@@ -112,8 +112,8 @@ class RunDir:
         return self.path / "fullshard.lock"
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the newest complete checkpoint."""
-        return latest(self.checkpoints)
+        """Return the newest complete checkpoint; that in ``best/`` if there is no other."""
+        return latest(self.checkpoints) or latest(self.best)
 
     def set_aside(self, *, resumes: bool) -> Path | None:
         """Move files of an earlier run to ``earlier-<n>`` and return it; None if there are none.

@@ -43,6 +43,8 @@ class Saves:
         )
         self._disk = disk
         self._all = [disk]
+        # Nothing is saved there; the best checkpoint is loaded if all others are lost.
+        self._kept_best = Checkpointer(run.best)
         self._memory = run.memory if config.memory_every is not None else None
         if self._memory is not None and config.memory_every is not None:
             _check_ours(self._memory)
@@ -100,16 +102,16 @@ class Saves:
 
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints; a decision of all workers."""
-        return sorted({step for one in self._all for step in one.steps()})
+        return sorted({step for one in (*self._all, self._kept_best) for step in one.steps()})
 
     def load(
         self, model: nn.Module, optimizer: Optimizer, life: Life, *, resumes: bool
     ) -> CheckpointInfo | None:
-        """Load the newest state, of a life before or, if ``resumes``, of what was saved.
+        """Load the newest state, of a life before or, if ``resumes``, of what was saved or is best.
 
         What ``model`` and ``optimizer`` have is handed on to the next life.
         """
-        return life.load(self._all if resumes else [], model, optimizer)
+        return life.load([*self._all, self._kept_best] if resumes else [], model, optimizer)
 
     def forget(self, world: World) -> None:
         """Remove what is in memory, as all that is needed is on the disk, or belongs to no run."""
