@@ -92,12 +92,12 @@ CASES: dict[str, tuple[list[Facts], str, list[Facts]]] = {
     ),
     "little_memory": (
         [a_rank(host=a_host(limit_nbytes=600 << 20), num_threads=8)],
-        "on host one has 600 MiB of memory: the control group allows 600 MiB for 1 rank",
+        "on host one has 629 MB of memory: the control group allows 629 MB for 1 rank",
         [a_rank(host=a_host(limit_nbytes=2 * GIB), num_threads=8)],
     ),
     "little_shared_memory": (
         [a_rank(host=a_host(shm_nbytes=64 << 20), num_threads=8)],
-        "/dev/shm has 64 MiB",
+        "/dev/shm has 67.1 MB",
         [a_rank(host=a_host(shm_nbytes=None), num_threads=8)],
     ),
     "few_open_files": (

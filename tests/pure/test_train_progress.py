@@ -35,7 +35,7 @@ def test_a_terminal_shows_how_it_learns_and_what_it_costs_within_80_columns() ->
         "loss 2.500",
         "grad norm 0.40",
         "tokens/s 8,512",
-        "peak memory/rank 512.0 MB",
+        "peak memory/rank 512 MB",
         "shards/rank 5.1 MB",
         "waiting 12% of a step",
     ):

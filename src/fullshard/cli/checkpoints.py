@@ -19,8 +19,9 @@ from fullshard.checkpoint import (
     inspect,
     list_checkpoints,
 )
-from fullshard.cli.printing import print_json, print_table, size
+from fullshard.cli.printing import print_json, print_table
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.plan import in_bytes
 from fullshard.train.best import read_best
 from fullshard.train.rundir import RunDir
 
@@ -49,7 +50,7 @@ def list_command(path: Root, *, as_json: AsJson = False) -> None:
         print_json({**found, "others": others})
         return
     rows = [
-        (info.path.name, str(info.step), str(info.world), size(info.nbytes), _moment(info.time))
+        (info.path.name, str(info.step), str(info.world), in_bytes(info.nbytes), _moment(info.time))
         for info in complete
     ]
     print_table(("folder", "step", "ranks", "size", "written"), rows)
@@ -68,7 +69,9 @@ def inspect_command(path: Folder, *, as_json: AsJson = False) -> None:
         print_json({**_as_dict(info), "tensors": tensors})
         return
     versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())
-    print(f"step {info.step}, {size(info.nbytes)} by {info.world} rank(s), {_moment(info.time)}")
+    print(
+        f"step {info.step}, {in_bytes(info.nbytes)} by {info.world} rank(s), {_moment(info.time)}"
+    )
     print(f"written with {versions}")
     print(f"extra: {info.extra!r}")
     rows = [

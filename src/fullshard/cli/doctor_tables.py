@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fullshard import doctor
-from fullshard.cli.printing import print_table, size
+from fullshard.cli.printing import print_table
+from fullshard.plan import in_bytes
 
 _SHOWN_RANKS = 16
 
@@ -25,11 +26,11 @@ def _print_environment(report: doctor.Report) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     print(f"versions  {versions}")
     print(f"backends  {', '.join(first.backends)}")
-    limit = "" if host.limit_nbytes is None else f", limited to {size(host.limit_nbytes)}"
-    shm = "" if host.shm_nbytes is None else f", /dev/shm {size(host.shm_nbytes)}"
+    limit = "" if host.limit_nbytes is None else f", limited to {in_bytes(host.limit_nbytes)}"
+    shm = "" if host.shm_nbytes is None else f", /dev/shm {in_bytes(host.shm_nbytes)}"
     print(f"host      {host.name} ({host.address or 'no address'}), {host.num_cpus} CPUs")
-    print(f"memory    {size(host.memory_nbytes)}{limit}{shm}")
-    gpus = ", ".join(f"{gpu.name} {size(gpu.memory_nbytes)}" for gpu in first.gpus)
+    print(f"memory    {in_bytes(host.memory_nbytes)}{limit}{shm}")
+    gpus = ", ".join(f"{gpu.name} {in_bytes(gpu.memory_nbytes)}" for gpu in first.gpus)
     driver = f" (driver {host.driver})" if host.driver else ""
     print(f"GPUs      {gpus or 'none'}{driver}")
     for name, value in first.variables.items():
@@ -65,7 +66,7 @@ def _print_wires(report: doctor.Report) -> None:
             rows = [
                 (
                     one.what,
-                    size(one.nbytes),
+                    in_bytes(one.nbytes),
                     f"{one.seconds * 1e6:.0f} us",
                     f"{one.bandwidth(dim.size) / 1e9:.3f} GB/s",
                 )

@@ -1,4 +1,4 @@
-"""Print the output of commands: JSON, tables, numbers of bytes."""
+"""Print the output of commands: JSON and tables."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-
-def size(nbytes: float) -> str:
-    """Return ``nbytes`` with a unit, such as "1.5 MiB"."""
-    shown, units = float(nbytes), iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while shown >= 1024 and unit != "TiB":
-        shown, unit = shown / 1024, next(units)
-    return f"{shown:.0f} {unit}" if unit == "B" else f"{shown:.1f} {unit}"
 
 
 def print_json(value: Any) -> None:

@@ -1,10 +1,10 @@
-"""Words of messages: ranks by their numbers, and counts with the noun in the right form."""
+"""Words of messages: ranks by their numbers, counts with their noun, bytes with their unit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["counted", "named_ranks"]
+__all__ = ["counted", "in_bytes", "named_ranks"]
 
 _MOST = 8
 
@@ -18,3 +18,12 @@ def named_ranks(ranks: Sequence[int]) -> str:
 def counted(number: int, noun: str) -> str:
     """Return words such as "1 step" or "2 steps"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def in_bytes(nbytes: float) -> str:
+    """Return a number of bytes with three digits and a decimal unit, as memory is sold."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 999.5 or unit == "TB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} {unit}" if unit == "B" or abs(nbytes) >= 999.5 else f"{nbytes:.3g} {unit}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import NamedTuple, TypeVar
 
+from fullshard.comm.text import in_bytes
 from fullshard.doctor.facts import Facts, by_host, counted, named_ranks
 
 Subject = TypeVar("Subject")
@@ -84,8 +85,8 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NEEDED = (*_LAUNCHED, "MASTER_ADDR", "MASTER_PORT")
 _MUST_AGREE = ("python", "torch", "fullshard", "nccl backend")
 _CLOCK_S = 1.0  # a larger difference between clocks is reported
-_SHM_NBYTES = 512 << 20  # a smaller /dev/shm is reported
-_RANK_NBYTES = 1 << 30  # less memory per rank is reported
+_SHM_NBYTES = 500_000_000  # a smaller /dev/shm is reported
+_RANK_NBYTES = 1_000_000_000  # less memory per rank is reported
 
 
 @_check
@@ -298,8 +299,8 @@ def little_memory(here: Sequence[Facts]) -> DoctorFinding | None:
         return None
     why = "the machine has" if host.limit_nbytes is None else "the control group allows"
     return warning(
-        f"each rank on host {host.name} has {each >> 20} MiB of memory: {why} "
-        f"{host.usable_nbytes >> 20} MiB for {counted(len(here), 'rank')}",
+        f"each rank on host {host.name} has {in_bytes(each)} of memory: {why} "
+        f"{in_bytes(host.usable_nbytes)} for {counted(len(here), 'rank')}",
         "request more memory, or start fewer ranks; a process that exceeds it is killed silently",
     )
 
@@ -311,7 +312,7 @@ def little_shared_memory(here: Sequence[Facts]) -> DoctorFinding | None:
     if host.shm_nbytes is None or host.shm_nbytes >= _SHM_NBYTES:
         return None
     return warning(
-        f"/dev/shm has {host.shm_nbytes >> 20} MiB on host {host.name}; NCCL and DataLoader "
+        f"/dev/shm has {in_bytes(host.shm_nbytes)} on host {host.name}; NCCL and DataLoader "
         "workers need more (fullshard's own shared memory does not use it)",
         "start the container with --ipc=host or --shm-size=8g",
     )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import default_mesh
+from fullshard.comm.text import in_bytes
 from fullshard.engine import OffloadPolicy, WirePolicy
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.checks import as_modules
@@ -360,9 +361,9 @@ class Choice:
         if self.recomputed:
             yield f"{self.recomputed} blocks recomputed"
         if self.prefetch_nbytes is not None:
-            yield f"{self.prefetch_nbytes / 1e6:.3g} MB gathered ahead"
+            yield f"{in_bytes(self.prefetch_nbytes)} gathered ahead"
         if self.reduction_nbytes is not None:
-            yield f"{self.reduction_nbytes / 1e6:.3g} MB in reductions"
+            yield f"{in_bytes(self.reduction_nbytes)} in reductions"
 
     def checked_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh:
         """Return the mesh to shard over, or check the user's.

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fullshard.comm.text import in_bytes
 
-def in_bytes(nbytes: float) -> str:
-    """Return a number of bytes with three digits and a decimal unit, as memory is sold."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(nbytes) < 999.5 or unit == "TB":
-            break
-        nbytes /= 1000
-    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+__all__ = ["in_bytes", "in_seconds", "table"]
 
 
 def in_seconds(seconds: float) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fullshard.errors import ConfigError
+from fullshard.plan import in_bytes
 
 from .adapters import check_peft
 from .architecture import choose_architecture, count_parameters, load_text_for
@@ -86,7 +87,7 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         print(f"{run.path} held {what}; it lies in {aside} now")
     print(
         f"training {config.model} ({num_parameters:,} parameters) on "
-        f"{_count(text.num_documents, 'document')} ({text.nbytes / 1e6:.1f} MB, "
+        f"{_count(text.num_documents, 'document')} ({in_bytes(text.nbytes)}, "
         f"{len(text.train.tokens):,} tokens), {_count(num_workers, 'worker')}, run {run.path}"
     )
     print(f"schedule: {length}; learning rate {described(config)}")

@@ -12,6 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.plan import in_bytes
+
 from .metrics import StepRecord
 
 _PLAIN_LINES = 30  # about how many lines a run prints without a terminal
@@ -116,8 +118,8 @@ def _frame(record: StepRecord, *, total: int, left_s: float) -> Group:
         "tokens/s", f"{record.tokens_per_s:,.0f}",
     )  # fmt: skip
     figures.add_row(
-        "peak memory/rank", _size(record.peak_memory_nbytes),
-        "shards/rank", _size(record.shard_nbytes),
+        "peak memory/rank", in_bytes(record.peak_memory_nbytes),
+        "shards/rank", in_bytes(record.shard_nbytes),
         "waiting", f"{record.waiting:.0%} of a step",
     )  # fmt: skip
     return Group(Text(), head, figures)
@@ -127,7 +129,3 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
