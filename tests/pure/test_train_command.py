@@ -11,6 +11,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,49 @@ def test_help_names_every_option_and_starts_nothing(capfd: pytest.CaptureFixture
     text = capfd.readouterr().out
     for option in ("--data", "--nproc", "--resume", "--stop-after", "--accumulate", "--replicas"):
         assert option in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_the_program_helps_without_pytorch(
+    arguments: list[str],
+    columns: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    program = (
+        "import sys, fullshard_command as f\n"
+        "assert f.main() == 0 and not {'torch', 'fullshard'} & sys.modules.keys()"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert main(arguments) == 0
+    assert found.split("\n") == [line.rstrip() for line in capfd.readouterr().out.split("\n")]
+
+
+def test_the_program_runs_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-m", "fullshard_command", "plan", "--no-such-option"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("fullshard: error: No such option")
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_has_groups_and_whole_options_at_any_width(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["train", "--help"]) == 0
+    text = capfd.readouterr().out
+    lines = text.split("\n")
+    assert max(map(len, lines)) <= columns and "…" not in text and "<bool>" not in text
+    groups = ["Model", "Text", "Run", "Sharding", "Memory", "Steps", "To look at", "Options"]
+    assert [line[:-1] for line in lines if line.endswith(":") and line[0] != " "] == groups
+    words = {word for line in lines for word in line.split()}
+    fields = {field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)}
+    hidden = {"clip", "weight-decay", "lr-floor", "eval-sequences"}
+    assert {f"--{name}" for name in fields - hidden} <= words
 
 
 @pytest.fixture

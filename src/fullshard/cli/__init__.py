@@ -12,16 +12,19 @@ from fullshard.cli.planning import plan_command
 from fullshard.cli.runs import export_command, generate_command
 from fullshard.cli.tracing import trace_command
 from fullshard.train.command import run_app, train_command
+from fullshard.train.helping import GroupedCommand, GroupedCommands
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
-app.command("train")(train_command)
-app.command("export")(export_command)
-app.command("generate")(generate_command)
-app.command("plan")(plan_command)
-app.command("doctor")(doctor_command)
-app.command("trace")(trace_command)
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode=None, cls=GroupedCommands
+)
+app.command("train", cls=GroupedCommand)(train_command)
+app.command("export", cls=GroupedCommand)(export_command)
+app.command("generate", cls=GroupedCommand)(generate_command)
+app.command("plan", cls=GroupedCommand)(plan_command)
+app.command("doctor", cls=GroupedCommand)(doctor_command)
+app.command("trace", cls=GroupedCommand)(trace_command)
 app.add_typer(checkpoints.app, name="checkpoint")
 
 

@@ -23,10 +23,14 @@ from fullshard.cli.printing import print_json, print_table
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.plan import in_bytes
 from fullshard.train.best import read_best
+from fullshard.train.helping import GroupedCommand, GroupedCommands
 from fullshard.train.rundir import RunDir
 
 app = typer.Typer(
-    no_args_is_help=True, help="Look at checkpoints, check, compare and convert them."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    cls=GroupedCommands,
+    help="Look at checkpoints, check, compare and convert them.",
 )
 
 Folder = Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a checkpoint.")]
@@ -36,7 +40,7 @@ Root = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
-@app.command("list")
+@app.command("list", cls=GroupedCommand)
 def list_command(path: Root, *, as_json: AsJson = False) -> None:
     """List the complete checkpoints in a folder, the newest last, and what else is there."""
     best = read_best(RunDir(path))
@@ -60,7 +64,7 @@ def list_command(path: Root, *, as_json: AsJson = False) -> None:
         print(f"best: {best.path} ({best.bits_per_byte:.4f} held-out bits per byte)")
 
 
-@app.command("inspect")
+@app.command("inspect", cls=GroupedCommand)
 def inspect_command(path: Folder, *, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds; reads no tensors."""
     info = inspect(path)
@@ -81,7 +85,7 @@ def inspect_command(path: Folder, *, as_json: AsJson = False) -> None:
     print_table(("tensor", "dtype", "shape", "placements"), rows)
 
 
-@app.command("verify")
+@app.command("verify", cls=GroupedCommand)
 def verify_command(path: Root, *, as_json: AsJson = False) -> None:
     """Read everything and compare it with its digests; exit code 1 if there is any fault.
 
@@ -102,7 +106,7 @@ def verify_command(path: Root, *, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command("diff")
+@app.command("diff", cls=GroupedCommand)
 def diff_command(
     path: Folder,
     other: Annotated[Path, typer.Argument(metavar="OTHER", help="Folder of another one.")],
@@ -121,7 +125,7 @@ def diff_command(
         print("all tensors are equal")
 
 
-@app.command("convert")
+@app.command("convert", cls=GroupedCommand)
 def convert_command(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Checkpoint, or PyTorch's.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="A path where nothing is.")],

@@ -5,9 +5,10 @@ import sys
 import typer
 
 from .command import run_app, train_command
+from .helping import GroupedCommand
 
-app = typer.Typer(add_completion=False)
-app.command()(train_command)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app.command(cls=GroupedCommand)(train_command)
 
 if __name__ == "__main__":
     sys.exit(run_app(app, "fullshard train"))

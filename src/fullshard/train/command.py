@@ -210,6 +210,9 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str] | None = No
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(message)
+            return 0
     else:
         return int(outcome or 0)
     if os.environ.get("RANK", "0") == "0":  # under torchrun all workers refuse alike

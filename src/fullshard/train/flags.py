@@ -16,6 +16,7 @@ Model = Annotated[
     typer.Option(
         help=f"{', '.join(config.SIZES)}, or a configuration of transformers.",
         metavar="SIZE|hf:CONFIG.json",
+        rich_help_panel="Model",
     ),
 ]
 Data = Annotated[
@@ -23,119 +24,206 @@ Data = Annotated[
     typer.Option(
         help="Text or chats: files, JSONL or parquet; default: Python's standard library.",
         metavar="PATH",
+        rich_help_panel="Text",
     ),
 ]
-SkipBad = Annotated[bool, typer.Option(help="Leave out bad records of --data, and count them.")]
+SkipBad = Annotated[
+    bool,
+    typer.Option(help="Leave out bad records of --data, and count them.", rich_help_panel="Text"),
+]
 Init = Annotated[
     str | None,
     typer.Option(
         help="Begin with these weights, and their tokenizer; --model is then hf:FOLDER.",
         metavar="FOLDER",
+        rich_help_panel="Model",
     ),
 ]
 Lora = Annotated[
     int | None,
-    typer.Option(help="Train adapters of this rank (peft) beside frozen weights.", min=1),
+    typer.Option(
+        help="Train adapters of this rank (peft) beside frozen weights.",
+        min=1,
+        rich_help_panel="Model",
+    ),
 ]
 Quantize = Annotated[
-    config.Quantize | None, typer.Option(help="Hold frozen weights in four bits (bitsandbytes).")
+    config.Quantize | None,
+    typer.Option(help="Hold frozen weights in four bits (bitsandbytes).", rich_help_panel="Model"),
 ]
 Export = Annotated[
     str | None,
     typer.Option(
         help="Write the trained model, or the adapters, to this new folder at the end.",
         metavar="FOLDER",
+        rich_help_panel="Model",
     ),
 ]
 SaveDtype = Annotated[
     config.SaveDtype | None,
-    typer.Option(help="Dtype of exported weights; default: fp32, as they are trained."),
+    typer.Option(
+        help="Dtype of exported weights; default: fp32, as they are trained.",
+        rich_help_panel="Model",
+    ),
 ]
-Merge = Annotated[bool, typer.Option(help="Export the model with the adapters in it.")]
+Merge = Annotated[
+    bool, typer.Option(help="Export the model with the adapters in it.", rich_help_panel="Model")
+]
 ConfigFile = Annotated[
     str | None,
     typer.Option(
-        "--config", help="Options from a file; those given here win.", metavar="FILE.toml"
+        "--config",
+        help="Options from a file; those given here win.",
+        metavar="FILE.toml",
+        rich_help_panel="Run",
     ),
 ]
-Name = Annotated[str, typer.Option(help="The run lies in runs/NAME.")]
+Name = Annotated[str, typer.Option(help="The run lies in runs/NAME.", rich_help_panel="Run")]
 Out = Annotated[
-    str | None, typer.Option(help="Folder of the run, instead of runs/NAME.", metavar="DIR")
+    str | None,
+    typer.Option(
+        help="Folder of the run, instead of runs/NAME.", metavar="DIR", rich_help_panel="Run"
+    ),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on from the newest checkpoint, same options.")
+    bool,
+    typer.Option(
+        "--resume", help="Go on from the newest checkpoint, same options.", rich_help_panel="Run"
+    ),
 ]
-Nproc = Annotated[int | None, typer.Option(help="Local workers; default: one per GPU, 2 on CPU.")]
+Nproc = Annotated[
+    int | None,
+    typer.Option(help="Local workers; default: one per GPU, 2 on CPU.", rich_help_panel="Sharding"),
+]
 MinWorkers = Annotated[
-    int | None, typer.Option(help="Continue after losing workers while at least N remain; 0: end.")
+    int | None,
+    typer.Option(
+        help="Continue after losing workers while at least N remain; 0: end.",
+        rich_help_panel="Sharding",
+    ),
 ]
-Steps = Annotated[int, typer.Option(help="Steps of the whole schedule.")]
+Steps = Annotated[int, typer.Option(help="Steps of the whole schedule.", rich_help_panel="Run")]
 Epochs = Annotated[
     float | None,
-    typer.Option(help="Instead of --steps: how often to read the whole text.", metavar="E"),
+    typer.Option(
+        help="Instead of --steps: how often to read the whole text.",
+        metavar="E",
+        rich_help_panel="Run",
+    ),
 ]
 StopAfter = Annotated[
-    int | None, typer.Option(help="Stop early after this step, the schedule unchanged.")
+    int | None,
+    typer.Option(help="Stop early after this step, the schedule unchanged.", rich_help_panel="Run"),
 ]
-Batch = Annotated[int, typer.Option(help="Sequences per worker.")]
-Seq = Annotated[int, typer.Option(help="Tokens per sequence.")]
-Accumulate = Annotated[int, typer.Option(help="Microbatches per step.")]
+Batch = Annotated[int, typer.Option(help="Sequences per worker.", rich_help_panel="Text")]
+Seq = Annotated[int, typer.Option(help="Tokens per sequence.", rich_help_panel="Text")]
+Accumulate = Annotated[int, typer.Option(help="Microbatches per step.", rich_help_panel="Memory")]
 Lr = Annotated[
-    float | None, typer.Option(help="Peak learning rate; default: by the size of the model.")
+    float | None,
+    typer.Option(
+        help="Peak learning rate; default: by the size of the model.", rich_help_panel="Steps"
+    ),
 ]
 LrSchedule = Annotated[
     config.LrSchedule,
-    typer.Option(help="The learning rate after its warm-up; wsd: stay, fall in the last fifth."),
+    typer.Option(
+        help="The learning rate after its warm-up; wsd: stay, fall in the last fifth.",
+        rich_help_panel="Steps",
+    ),
 ]
-Warmup = Annotated[int, typer.Option(help="Steps of the warm-up, at most a tenth of all.")]
-Betas = Annotated[str, typer.Option(help="Betas of AdamW.", metavar="B1,B2")]
+Warmup = Annotated[
+    int, typer.Option(help="Steps of the warm-up, at most a tenth of all.", rich_help_panel="Steps")
+]
+Betas = Annotated[
+    str, typer.Option(help="Betas of AdamW.", metavar="B1,B2", rich_help_panel="Steps")
+]
 Optimizer = Annotated[
     config.OptimizerName,
-    typer.Option(help="What steps the matrices; AdamW steps everything else."),
+    typer.Option(
+        help="What steps the matrices; AdamW steps everything else.", rich_help_panel="Steps"
+    ),
 ]
-MuonLr = Annotated[float | None, typer.Option(help="Peak learning rate of Muon; default: --lr.")]
+MuonLr = Annotated[
+    float | None,
+    typer.Option(help="Peak learning rate of Muon; default: --lr.", rich_help_panel="Steps"),
+]
 MaxSkipped = Annotated[
-    int, typer.Option(help="Steps in a row to skip if loss or gradients are not finite.")
+    int,
+    typer.Option(
+        help="Steps in a row to skip if loss or gradients are not finite.", rich_help_panel="Steps"
+    ),
 ]
-Dtype = Annotated[config.Dtype, typer.Option(help="Dtype of forward and backward.")]
-Layout = Annotated[config.LayoutName, typer.Option(help="How parameters lie in the shards.")]
-Replicas = Annotated[int, typer.Option(help="Copies of the shards; workers of one copy share it.")]
+Dtype = Annotated[
+    config.Dtype, typer.Option(help="Dtype of forward and backward.", rich_help_panel="Memory")
+]
+Layout = Annotated[
+    config.LayoutName,
+    typer.Option(help="How parameters lie in the shards.", rich_help_panel="Sharding"),
+]
+Replicas = Annotated[
+    int,
+    typer.Option(
+        help="Copies of the shards; workers of one copy share it.", rich_help_panel="Sharding"
+    ),
+]
 Wire = Annotated[
     str | None,
     typer.Option(
         help="How parameters and gradients travel: bf16, int8, fp8, or int4 (gradients only).",
         metavar="gather=KIND,reduce=KIND",
+        rich_help_panel="Sharding",
     ),
 ]
-Reshard = Annotated[bool, typer.Option(help="Free full parameters between forward and backward.")]
-CheckpointActivations = Annotated[bool, typer.Option(help="Recompute blocks in backward.")]
-Seed = Annotated[int, typer.Option(help="Of weights and data order.")]
-SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
+Reshard = Annotated[
+    bool,
+    typer.Option(
+        help="Free full parameters between forward and backward.", rich_help_panel="Memory"
+    ),
+]
+CheckpointActivations = Annotated[
+    bool, typer.Option(help="Recompute blocks in backward.", rich_help_panel="Memory")
+]
+Seed = Annotated[int, typer.Option(help="Of weights and data order.", rich_help_panel="Run")]
+SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.", rich_help_panel="Run")]
 Keep = Annotated[
     int | None,
-    typer.Option(help="Keep the newest N checkpoints, and the best; 0: all.", metavar="N"),
+    typer.Option(
+        help="Keep the newest N checkpoints, and the best; 0: all.",
+        metavar="N",
+        rich_help_panel="Run",
+    ),
 ]
 MemoryEvery = Annotated[
     int | None,
     typer.Option(
-        help="Steps between checkpoints in memory, with a copy on another machine; 0: none."
+        help="Steps between checkpoints in memory, with a copy on another machine; 0: none.",
+        rich_help_panel="Run",
     ),
 ]
-EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.")]
+EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.", rich_help_panel="Run")]
 Patience = Annotated[
     int | None,
     typer.Option(
-        help="End after N evaluations without a lower held-out loss; 0: never.", metavar="N"
+        help="End after N evaluations without a lower held-out loss; 0: never.",
+        metavar="N",
+        rich_help_panel="Run",
     ),
 ]
 Sample = Annotated[
-    str, typer.Option(help="Tokens of the sample at the end of the run.", metavar="off|N")
+    str,
+    typer.Option(
+        help="Tokens of the sample at the end of the run.", metavar="off|N", rich_help_panel="Run"
+    ),
 ]
 Hardware = Annotated[
     str | None,
     typer.Option(
         help="Plan the time of a step, too, for a preset or a file of fullshard doctor.",
         metavar="NAME|FILE",
+        rich_help_panel="To look at",
     ),
 ]
-Trace = Annotated[bool, typer.Option(help="Record what workers do, for fullshard trace.")]
+Trace = Annotated[
+    bool,
+    typer.Option(help="Record what workers do, for fullshard trace.", rich_help_panel="To look at"),
+]
