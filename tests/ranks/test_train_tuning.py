@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -127,6 +128,9 @@ def alone(config: TrainConfig) -> nn.Module:
 
 def samples_alone(batch: Any, row: int) -> list[tuple[Tensor, Tensor]]:
     """Tokens and labels of each sample of a row, cut out of it."""
+    if batch.positions is None:  # what is behind the last label that is learned changes nothing
+        size = np.flatnonzero(batch.labels[row] != -100)[-1] + 1
+        return [(torch.tensor(batch.tokens[row, :size]), torch.tensor(batch.labels[row, :size]))]
     starts = [n for n, position in enumerate(batch.positions[row]) if position == 0]
     ends = [*starts[1:], len(batch.positions[row])]
     return [
@@ -261,6 +265,34 @@ def test_merged_it_is_one_model(pool: RankPool, tmp_path: Path, kind: str) -> No
     pool.run(2, tuned, config, 3, str(tmp_path / "x"))
     found = logits_of(exported(config, tmp_path / "x"))
     torch.testing.assert_close(found, logits_of(model), rtol=0, atol=1e-4)
+
+
+SMALL_OTHERS: dict[str, dict[str, Any]] = {
+    "bloom": {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mamba": {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+}
+
+
+@pytest.mark.parametrize("kind", list(SMALL_OTHERS))
+def test_models_without_positions_read_each_chat_in_a_row_of_its_own(
+    pool: RankPool, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    plain = AutoConfig.for_model(kind, tie_word_embeddings=True, **SMALL_OTHERS[kind])
+    AutoModelForCausalLM.from_config(plain).save_pretrained(tmp_path / kind)
+    write_chat_tokenizer(tmp_path / kind)
+    write_chats(tmp_path / "chats.jsonl", 60)
+    config = config_of(tmp_path, kind)
+    prepare(config, num_workers=2).close()
+    said = capfd.readouterr().err
+    assert "note: the model takes no position_ids, so each chat has a row of its own" in said
+    rows = text_of(config).train.rows(config.seq)
+    batch = rows.read(np.arange(len(rows)))
+    assert batch.positions is None and len(rows) > 50
+    expected = expected_losses(config, alone(config), 2)
+    assert pool.run(2, tuned, config, 3, None)[0][0] == pytest.approx(expected, abs=1e-5)
 
 
 def balanced(config: TrainConfig, path: Path) -> list[tuple[float, float]]:

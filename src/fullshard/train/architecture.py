@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,10 @@ class Architecture(Protocol):
     def max_seq(self) -> int | None:
         """Longest sequence that the model can read, in tokens; None if there is no limit."""
 
+    @property
+    def takes_positions(self) -> bool:
+        """True if ``forward`` takes ``position_ids``, by which samples of a row are kept apart."""
+
     def description(self) -> dict[str, Any]:
         """Return the fields that identify the model; checkpoints store them as JSON."""
 
@@ -49,6 +53,10 @@ class _Ours:
     @property
     def max_seq(self) -> int | None:
         return None  # the rotary table is built with --seq rows
+
+    @property
+    def takes_positions(self) -> bool:
+        return False
 
     def description(self) -> dict[str, Any]:
         sizes = asdict(self.config)
@@ -92,7 +100,11 @@ def load_text_for(architecture: Architecture, config: TrainConfig) -> TokenizedT
     """
     pretrained = None if config.init is None else Path(config.init)
     size = architecture.vocab_size if pretrained else min(architecture.vocab_size, MOST_TOKENS)
-    return load_text(config.data, vocab_size=size, pretrained=pretrained, skip_bad=config.skip_bad)
+    text = load_text(config.data, vocab_size=size, pretrained=pretrained, skip_bad=config.skip_bad)
+    if architecture.takes_positions:
+        return text
+    train, held_out = (replace(part, alone=True) for part in (text.train, text.held_out))
+    return replace(text, train=train, held_out=held_out)
 
 
 def count_parameters(architecture: Architecture, config: TrainConfig) -> int:

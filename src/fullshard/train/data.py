@@ -52,6 +52,7 @@ class TextPart:
         starts: where each sample of a chat begins in ``tokens``, and the end; None for texts.
         learned: for each of ``tokens``, whether it is to be learned; None for texts, where all are.
         nbytes: size of what is to be learned, in bytes.
+        alone: whether a row has one sample, see ``Packed``.
     """
 
     tokens: Tokens
@@ -59,12 +60,13 @@ class TextPart:
     starts: Indices | None
     learned: npt.NDArray[np.bool_] | None
     nbytes: int
+    alone: bool = False
 
     def rows(self, seq: int) -> Rows:
         """Return the text in rows of ``seq`` tokens."""
         if self.starts is None or self.learned is None:
             return Windows(self.tokens, seq)
-        return Packed(self.tokens, self.starts, self.learned, seq, self.end)
+        return Packed(self.tokens, self.starts, self.learned, seq, self.end, self.alone)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import textwrap
 from collections.abc import Iterator
@@ -47,6 +48,18 @@ class HfArchitecture:
         """Value of ``max_position_embeddings``, under any name; None if the model has no limit."""
         limit: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return limit
+
+    @property
+    def takes_positions(self) -> bool:
+        """True if the model's ``forward`` names ``position_ids``."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+        try:
+            model = models[type(self.config)]
+        except KeyError:
+            return True  # building it says what is wrong
+        return "position_ids" in inspect.signature(model.forward).parameters
 
     def description(self) -> dict[str, Any]:
         """Return the fields that differ from the defaults of the class, and the class."""

@@ -247,7 +247,7 @@ class Trainer:
         self.origin = describe(
             config, architecture.description(), text_key=text.key, num_workers=world.size
         )
-        if isinstance(self.feed.rows, Packed):
+        if isinstance(self.feed.rows, Packed) and not self.feed.rows.alone:
             self._check_kept_apart()
         self.stopping = Stopping()
 

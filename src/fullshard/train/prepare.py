@@ -7,6 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from fullshard.errors import ConfigError
 from fullshard.plan import in_bytes
 
@@ -216,7 +218,14 @@ def _tell_left_out(text: TokenizedText) -> None:
 
 
 def _tell_cut(rows: Rows, seq: int) -> None:
-    """Print a note if samples are longer than a row."""
+    """Print a note if samples are longer than a row, or a row has only one."""
+    if isinstance(rows, Packed) and rows.alone:
+        share = rows.num_learned(np.arange(len(rows))) / (len(rows) * seq)
+        print(
+            "fullshard: note: the model takes no position_ids, so each chat has a row of its own, "
+            f"of which {share:.0%} is learned: a smaller --seq wastes less",
+            file=sys.stderr,
+        )
     if isinstance(rows, Packed) and rows.num_cut:
         print(
             f"fullshard: note: {_count(rows.num_cut, 'chat')} of more than {seq} tokens: "

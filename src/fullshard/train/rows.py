@@ -80,6 +80,8 @@ class Packed:
         learned: for each of ``tokens``, whether it is to be learned.
         seq: tokens of a row.
         padding: the token behind the last sample of a row.
+        alone: whether a row has one sample, for models that take no positions; padding behind it
+            cannot change what a causal model reads.
     """
 
     tokens: Tokens
@@ -87,6 +89,7 @@ class Packed:
     learned: npt.NDArray[np.bool_]
     seq: int
     padding: int
+    alone: bool = False
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -111,7 +114,7 @@ class Packed:
                 tokens[own], labels[own] = read[:-1], np.where(learned, read[1:], IGNORED)
                 positions[own] = np.arange(size)
                 end += size
-        return Batch(tokens, labels, positions)
+        return Batch(tokens, labels, None if self.alone else positions)
 
     def num_learned(self, rows: Indices) -> int:
         """See ``Rows``."""
@@ -140,6 +143,8 @@ class Packed:
     def _rows(self) -> list[list[int]]:
         """Samples of each row; those from which nothing can be learned are left out."""
         useful = np.flatnonzero(self._num_learned)
+        if self.alone:
+            return [[sample] for sample in useful.tolist()]
         rows = pack(self._sizes[useful].tolist(), self.seq)
         return [useful[row].tolist() for row in rows]
 
