@@ -186,14 +186,35 @@ def test_what_is_trained_whole_beside_adapters_goes_out_under_its_own_name(
     pool.run(2, merged_and_saved, tmp_path / "in", tmp_path / "out", way, options)
 
 
-def test_first_values_that_depend_on_weights_are_refused(tmp_path: Path) -> None:
+def as_advised(folder: Path, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Logits of a model that was loaded, got adapters and was sharded, and of one that was not."""
+    from transformers import AutoModelForCausalLM
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        models.append(adapted(model, "llama", target_modules=["q_proj", "down_proj"], **options))
+        teach(models[-1])
+    return logits(shard(models[0], "per-parameter")), logits(models[1])
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_first_values_that_depend_on_weights_are_refused_with_advice_that_works(
+    pool: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
     base = built("llama", "cpu")
     base.save_pretrained(tmp_path / "base")
+    on_meta = options if "use_dora" in options else {}  # peft decomposes weights at once
     with torch.device("meta"):
-        model = adapted(built("llama", "meta"), "llama")
-    model.peft_config["default"].init_lora_weights = "pissa"
-    with pytest.raises(UnsupportedError, match="init_lora_weights='pissa' with adapters on"):
+        model = adapted(built("llama", "meta"), "llama", **on_meta)
+    for name, value in options.items():
+        setattr(model.peft_config["default"], name, value)
+        said = f"{name}={value!r} with adapters on the meta device; .* build the model with from_p"
+    with pytest.raises(UnsupportedError, match=said):
         checkpoint.load_weights(model, tmp_path / "base")
+    for ours, theirs in pool.run(2, as_advised, tmp_path / "base", options):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 class Doubled(nn.Module):

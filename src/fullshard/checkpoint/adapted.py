@@ -13,6 +13,10 @@ from fullshard.tensors.form import clean_name
 
 _INSIDE = "base_model.model."  # what PeftModel puts before the names of the model
 _BASE = "base_layer."
+_LOADED_FIRST = (
+    "build the model with from_pretrained instead of on the meta device, call get_peft_model, then "
+    "shard it"
+)
 
 
 class Adapted(NamedTuple):
@@ -133,7 +137,12 @@ def reset_adapters(model: nn.Module, layer: Any) -> None:
         if how not in (True, "gaussian"):
             raise UnsupportedError(
                 f"adapter {adapter}: init_lora_weights={how!r} with adapters on the meta device; "
-                "use True or 'gaussian', or give the adapters values before"
+                f"use True or 'gaussian', or {_LOADED_FIRST}"
+            )
+        if getattr(config, "use_dora", False):
+            raise UnsupportedError(
+                f"adapter {adapter}: use_dora=True with adapters on the meta device; its "
+                f"magnitudes begin as norms of the weights: {_LOADED_FIRST}"
             )
         layer.reset_lora_parameters(adapter, how)
 
