@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +18,13 @@ from fullshard.comm.text import in_bytes
 from fullshard.engine import OffloadPolicy, WirePolicy
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.checks import as_modules
-from fullshard.frontend.fully_shard import CallOptions, checked_choices, plan_unit, shard_modules
+from fullshard.frontend.fully_shard import (
+    CallOptions,
+    ShardOptions,
+    checked_choices,
+    plan_unit,
+    shard_modules,
+)
 from fullshard.frontend.module import FSDPModule
 from fullshard.frontend.ownership import units_below
 from fullshard.layout import LayoutStrategy, PerParameter
@@ -86,7 +92,7 @@ def shard_blocks(
     reshard_after_forward: bool | int | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     plan: Any = None,
-    **options: Any,
+    **options: Unpack[ShardOptions],
 ) -> ChosenUnits:
     """Shard the repeated blocks, the large ends and the rest of ``model`` over ``mesh``.
 
@@ -127,19 +133,20 @@ def shard_blocks(
             "shard the rest by hand, or give it a model of which nothing is sharded"
         )
     choice = None if plan is None else Choice.of(plan)
+    others: dict[str, Any] = {**options}
     if choice is not None:
-        if reshard_after_forward is not None or not options.keys().isdisjoint(CHOSEN):
+        if reshard_after_forward is not None or not others.keys().isdisjoint(CHOSEN):
             raise ConfigError(
                 f"shard_blocks(plan=...): the plan has chosen {', '.join(CHOSEN)}; leave them out, "
                 "or give them to fullshard.plan"
             )
         mesh = choice.checked_mesh(mesh)
-        options |= {name: getattr(choice, name) for name in CHOSEN}
-    given = {
+        others |= {name: getattr(choice, name) for name in CHOSEN}
+    given: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
         "ignored_params": ignored_params,
-        **options,
+        **others,
     }
     choices = checked_choices(**given)
     decided = (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -69,12 +69,43 @@ from fullshard.tensors import (
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
 
 
+class MixedPrecisionLike(Protocol):
+    """A ``MixedPrecisionPolicy``, ours or PyTorch's."""
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """Dtype of gathered parameters; None: their own."""
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Dtype of sums of gradients; None: that of gathered parameters."""
+
+    @property
+    def output_dtype(self) -> torch.dtype | None:
+        """Dtype of outputs; None: unchanged."""
+
+    @property
+    def cast_forward_inputs(self) -> bool:
+        """Whether inputs are cast to ``param_dtype``."""
+
+
+class ShardOptions(TypedDict, total=False):
+    """Options of ``fully_shard`` that ``shard_blocks`` takes, too, the same for each unit."""
+
+    mp_policy: MixedPrecisionLike
+    offload_policy: Any
+    shard_placement_fn: PlacementFn | None
+    dp_mesh_dims: Any
+    layout: LayoutStrategy
+    wire: WirePolicy
+
+
 def fully_shard(
     module: Modules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    mp_policy: Any = MixedPrecisionPolicy(),
+    mp_policy: MixedPrecisionLike = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     shard_placement_fn: PlacementFn | None = None,
@@ -150,7 +181,7 @@ def checked_choices(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    mp_policy: Any = MixedPrecisionPolicy(),
+    mp_policy: MixedPrecisionLike = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     shard_placement_fn: PlacementFn | None = None,

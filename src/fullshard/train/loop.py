@@ -44,7 +44,7 @@ from .saves import Saves
 from .stopping import Stopping, stopping
 from .world import HostRows, World
 
-_LAYOUTS = {
+_LAYOUTS: dict[LayoutName, fullshard.PerParameter | fullshard.Ragged] = {
     LayoutName.PER_PARAMETER: fullshard.PerParameter(),
     LayoutName.RAGGED: fullshard.Ragged(),
 }
