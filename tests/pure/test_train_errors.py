@@ -108,7 +108,7 @@ DATA = [
     ("--data few.txt --batch 1 --nproc 1 --patience 1", "too little text to hold any out"),
 ]
 MODELS = [
-    ("--model 3m", "--model is 3m, expected 2m, 10m, 125m, 1b or hf:CONFIG.json"),
+    ("--model 3m", "--model is 3m, expected 2m, 10m, 125m, 1b, llama3-8b, "),
     ("--model hf:none.json", "none.json: there is no such file or folder"),
     ("--model hf:text.txt", "transformers cannot build it"),
     ("--model hf:nothing.json", "transformers cannot build it"),

@@ -23,6 +23,7 @@ from fullshard.train import flags
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import HF, SIZES, Dtype, LayoutName, OptimizerName, TrainConfig
 from fullshard.train.planned import plan_of
+from fullshard.train.published import PUBLISHED
 
 _LAYOUTS = {LayoutName.PER_PARAMETER: PerParameter(), LayoutName.RAGGED: Ragged()}
 _POLICIES = {
@@ -34,9 +35,9 @@ _POLICIES = {
 _Model = Annotated[
     str,
     typer.Argument(
-        help=f"{', '.join(SIZES)}, a configuration of transformers, or a function that returns "
-        "a model, or a model and its batch.",
-        metavar="SIZE|hf:CONFIG.json|MODULE:FUNCTION",
+        help=f"{', '.join((*SIZES, *PUBLISHED))}, a configuration of transformers, or a function "
+        "that returns a model, or a model and its batch.",
+        metavar="NAME|hf:CONFIG.json|MODULE:FUNCTION",
     ),
 ]
 _WorldSize = Annotated[int | None, typer.Option(help="Number of ranks, all of which shard.")]

@@ -24,6 +24,7 @@ def plan_from(job: Job, found: Recorded) -> Plan:
         hardware=hardware,
         mesh=dict(job.mesh),
         rank=job.rank,
+        num_parameters=sum(parameter.numel() for parameter in job.model.parameters()),
         units=_units(found.units, step),
         peak=most._replace(at_s=most.at_s - _start_of(most, found.steps)),
         rest=step.rest,

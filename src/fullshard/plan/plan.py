@@ -81,6 +81,8 @@ class Plan:
     hardware: Hardware
     mesh: Mapping[str, int]
     rank: int
+    num_parameters: int
+    """Number of elements of all parameters of the whole model."""
     units: tuple[PlannedUnit, ...]
     peak: Moment
     """The bytes held at the peak, without ``reserved``."""
@@ -155,6 +157,7 @@ class Plan:
             "hardware": self.hardware.name,
             "mesh": dict(self.mesh),
             "rank": self.rank,
+            "num_parameters": self.num_parameters,
             "fits": self.fits,
             "peak_nbytes": self.peak_nbytes,
             "peak": _as_json(self.peak) | {"nbytes": self.peak.nbytes},
@@ -187,7 +190,8 @@ class Plan:
         has = in_bytes(self.hardware.memory_nbytes)
         over = in_bytes(self.peak_nbytes - self.hardware.memory_nbytes)
         verdict = "fits" if self.fits else f"DOES NOT FIT, by {over}"
-        yield f"rank {self.rank} of {ranks} on {self.hardware.name}"
+        of_model = f"{self.num_parameters:,} parameters"
+        yield f"rank {self.rank} of {ranks} on {self.hardware.name}, {of_model}"
         yield ""
         yield f"memory   {in_bytes(self.peak_nbytes)} of {has} at the peak: {verdict}"
         yield f"         the peak is at: {self.peak.where}"

@@ -13,8 +13,9 @@ from fullshard.errors import ConfigError
 
 from .config import HF, SIZES, ModelConfig, TrainConfig
 from .data import LEAST_TOKENS, MOST_TOKENS, TokenizedText, load_text
-from .hf import load_hf, logits_and_loss
+from .hf import load_hf, load_published, logits_and_loss
 from .model import GPT
+from .published import PUBLISHED
 
 
 class Architecture(Protocol):
@@ -79,7 +80,13 @@ def choose_architecture(config: TrainConfig) -> Architecture:
             ``config.seq`` is too long for it, or its vocabulary is too small.
     """
     name = config.model
-    chosen = _Ours(SIZES[name]) if name in SIZES else load_hf(name.removeprefix(HF))
+    chosen: Architecture
+    if name in SIZES:
+        chosen = _Ours(SIZES[name])
+    elif name in PUBLISHED:
+        chosen = load_published(name)
+    else:
+        chosen = load_hf(name.removeprefix(HF))
     if chosen.max_seq is not None and config.seq > chosen.max_seq:
         raise ConfigError(
             f"--seq is {config.seq}, but --model {name} reads at most {chosen.max_seq} tokens: "

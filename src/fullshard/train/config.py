@@ -15,6 +15,8 @@ from typing import Any
 from fullshard import WirePolicy
 from fullshard.errors import ConfigError
 
+from .published import PUBLISHED
+
 
 class Dtype(enum.StrEnum):
     """The dtype of forward and backward; parameters and AdamW state are always fp32."""
@@ -197,8 +199,8 @@ class TrainConfig:
         _at_least("seed", self.seed, 0)
         if self.stop_after is not None:
             _at_least("stop_after", self.stop_after, 1)
-        if self.model not in SIZES and not self.model.startswith(HF):
-            expected = f"{', '.join(SIZES)} or {HF}CONFIG.json"
+        if self.model not in (*SIZES, *PUBLISHED) and not self.model.startswith(HF):
+            expected = f"{', '.join((*SIZES, *PUBLISHED))} or {HF}CONFIG.json"
             raise ConfigError(f"--model is {self.model}, expected {expected}")
         for option, needed in _NEEDED.items():
             if getattr(self, option) and not getattr(self, needed):

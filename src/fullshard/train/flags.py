@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 
 from . import config
+from .published import PUBLISHED
 
 Model = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join(config.SIZES)}, or a configuration of transformers.",
-        metavar="SIZE|hf:CONFIG.json",
+        help=f"{', '.join((*config.SIZES, *PUBLISHED))}, or a configuration of transformers.",
+        metavar="NAME|hf:CONFIG.json",
         rich_help_panel="Model",
     ),
 ]

@@ -18,6 +18,7 @@ from fullshard import unshard_params
 from fullshard.errors import ConfigError
 
 from .config import HF
+from .published import PUBLISHED
 
 _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
@@ -105,14 +106,7 @@ def load_hf(path: str) -> HfArchitecture:
     """
     if not Path(path).exists():
         raise ConfigError(f"--model hf:{path}: there is no such file or folder")
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise ConfigError(
-            f"--model hf:{path} needs transformers: pip install -e '.[hf]' in a clone of fullshard"
-        ) from error
-    # Otherwise every worker would repeat the same messages.
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    AutoConfig = _auto_config(f"hf:{path}")
     try:
         # Unless it is told not to, transformers asks at a terminal whether to run a folder's code.
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -124,6 +118,26 @@ def load_hf(path: str) -> HfArchitecture:
     caches = getattr(config, "use_cache", None)
     config.use_cache = False  # the key-value cache is useless in training
     return HfArchitecture(path, config, caches)
+
+
+def load_published(name: str) -> HfArchitecture:
+    """Return a model of ``PUBLISHED``; raise ``ConfigError`` without transformers."""
+    fields = dict(PUBLISHED[name])
+    config = _auto_config(name).for_model(fields.pop("model_type"), **fields)
+    config.use_cache = False
+    return HfArchitecture(name, config)
+
+
+def _auto_config(model: str) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"--model {model} needs transformers: pip install -e '.[hf]' in a clone of fullshard"
+        ) from error
+    # Otherwise every worker would repeat the same messages.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return AutoConfig
 
 
 def logits_and_loss(
