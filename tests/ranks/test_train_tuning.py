@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard import fully_shard
+from fullshard import checkpoint, fully_shard
 from fullshard.errors import ConfigError
 from fullshard.optim import clip_grad_norm_
 from fullshard.tensors import local_part
@@ -26,6 +26,7 @@ from fullshard.train.architecture import choose_architecture, load_text_for
 from fullshard.train.config import Dtype, LayoutName, Quantize, TrainConfig
 from fullshard.train.data import RowOrder, TokenizedText
 from fullshard.train.export import export
+from fullshard.train.finished import FinishedRun
 from fullshard.train.loop import Trainer, build_sharded_model
 from fullshard.train.optimizer import build_optimizer, learning_rate
 from fullshard.train.prepare import prepare
@@ -230,6 +231,31 @@ def test_a_tuning_goes_on_exactly_on_other_ranks_and_layouts(
     (tmp_path / "half" / "checkpoints" / "step-000004").rename(tmp_path / "aside")
     rest, at_end = pool.run(4, tuned, other, 4, None)[0]
     assert first + rest == pytest.approx(whole, abs=1e-2) and at_end == pytest.approx(bits, abs=0.1)
+
+
+@pytest.mark.parametrize("way", ["lora", "qlora"])
+def test_checkpoints_have_what_is_trained_alone(pool: RankPool, tmp_path: Path, way: str) -> None:
+    """Names are those of peft's own model in one process; exports load there."""
+    needs(way)
+    config = config_of(tmp_path, "llama", **WAYS[way], steps=2)
+    model = alone(config)
+    trained = {f"model/{name}" for name, own in model.named_parameters() if own.requires_grad}
+    pool.run(2, tuned, config, 2, str(tmp_path / "at_the_end"))
+    run = RunDir(Path(config.out))
+    info = checkpoint.inspect(run.checkpoint(2))
+    of_model = {name for name in info.tensors if name.startswith("model/")}
+    assert of_model == trained
+    config.save(run.config)
+    finished = FinishedRun.at(run.path)
+    finished.export(run.checkpoint(2), tmp_path / "later", None)
+    both = [exported(config, tmp_path / name) for name in ("at_the_end", "later")]
+    assert torch.equal(logits_of(both[0]), logits_of(both[1]))
+    (weights,) = Path(str(config.init)).glob("*1-of*.safetensors")
+    changed = bytearray(weights.read_bytes())
+    changed[-15_000:] = bytes(15_000)
+    weights.write_bytes(changed)
+    with pytest.raises(ConfigError, match="has adapters of other weights than --init"):
+        finished.export(run.checkpoint(2), tmp_path / "wrong", None)
 
 
 @pytest.mark.parametrize("way", ["lora", "qlora"])

@@ -50,6 +50,8 @@ class Checkpointer:
             far as there are. What was saved can be loaded as long as each file is left on one.
         mode, budget_nbytes: as for ``save``; with "async" old checkpoints are read back and removed
             beside the training, too, and the memory of copies is kept for the next save.
+        frozen: whether to save parameters that require no gradient. False leaves them out, as the
+            program reads them elsewhere; loading such a checkpoint leaves them as they are.
 
     Raises:
         ConfigError: an argument has no meaning.
@@ -64,6 +66,7 @@ class Checkpointer:
         copies: int | None = None,
         mode: str = "sync",
         budget_nbytes: int | None = None,
+        frozen: bool = True,
     ) -> None:
         for name, value in {"every": every, "keep": keep, "copies": copies}.items():
             is_default = value is None and name != "every"
@@ -71,7 +74,7 @@ class Checkpointer:
             if not is_default and not is_count:
                 raise ConfigError(f"Checkpointer({name}={value!r}): expected a positive int")
         self.root = Path(root)
-        self._how = How(mode, budget_nbytes, CopyMemory(budget_nbytes, is_kept=True))
+        self._how = How(mode, budget_nbytes, CopyMemory(budget_nbytes, is_kept=True), frozen)
         self._how.check()
         self._every = every
         self._keep = keep

@@ -19,7 +19,7 @@ from fullshard.checkpoint import datafile
 from fullshard.checkpoint.alike import Item, singles_of
 from fullshard.checkpoint.entry import Grid, TensorEntry
 from fullshard.checkpoint.optimizer import sharded_optim_state_dict
-from fullshard.checkpoint.tree import Tree, sharded, some
+from fullshard.checkpoint.tree import Row, Tree, sharded, some
 from fullshard.checkpoint.values import encode
 from fullshard.engine import Unit
 from fullshard.errors import CheckpointError, UnsupportedError
@@ -58,8 +58,8 @@ class Collected:
         self.device = torch.device("cpu")
         self._everyone = Grid((world,), tuple(range(world)))
 
-    def add_model(self, model: nn.Module, *, whole: bool = True) -> None:
-        """Add parameters, buffers and extra state of a model.
+    def add_model(self, model: nn.Module, *, whole: bool = True, frozen: bool = True) -> None:
+        """Add parameters (``frozen`` ones if asked), buffers and extra state of a model.
 
         Raises:
             TornStepError: an exception that was caught left the weights half-stepped, and they
@@ -74,12 +74,15 @@ class Collected:
         ties: dict[str, str] = {}
         states: dict[str, Any] = {}
         first: dict[int, str] = {}
+        left_out: list[str] = []
         rows = list(tree.rows())
         for row, (_, value) in zip(rows, sharded(rows, tree.mesh, plain_shards=False), strict=True):
             if not isinstance(value, Tensor) or row.name.endswith(EXTRA_STATE):
                 states[row.name] = encode(value, f"extra state {row.name}")
             elif id(row.value) in first:
                 ties[row.name] = first[id(row.value)]
+            elif not frozen and _is_frozen(row):
+                left_out.append(row.name)
             else:
                 first[id(row.value)] = row.name
                 is_replica = isinstance(row.value, nn.Parameter)
@@ -87,6 +90,8 @@ class Collected:
                 own = row.value if row.held is None else row.held.param
                 self.params[f"model/{row.name}"] = own
         self.values |= {"ties": ties, "states": states}
+        if left_out:
+            self.values["left_out"] = left_out
 
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Add the state and the options of an optimizer."""
@@ -182,14 +187,25 @@ class Collected:
 
 
 def collected(
-    rank: int, world: int, model: nn.Module, optimizer: Optimizer | None, *, whole: bool = True
+    rank: int,
+    world: int,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    whole: bool = True,
+    frozen: bool = True,
 ) -> Collected:
     """Return what this rank has of a model, and of an optimizer that steps its parameters."""
     found = Collected(rank, world)
-    found.add_model(model, whole=whole)
+    found.add_model(model, whole=whole, frozen=frozen)
     if optimizer is not None:
         found.add_optimizer(model, optimizer)
     return found
+
+
+def _is_frozen(row: Row) -> bool:
+    own = row.value if row.held is None else row.held.param
+    return isinstance(row.value, nn.Parameter) and not own.requires_grad
 
 
 # PyTorch computes the ranks of a mesh at every access. Meshes hold process groups, so weakly.

@@ -200,7 +200,10 @@ class Target:
                 self._model_state[row.name] = self._want(name, row.value, row.value)
             elif self._strict and name in self._manifest and name != given[id(row.value)]:
                 self._problems.append(f"{name} is tied to {given[id(row.value)]} here, not there")
-        missing = [row.name for row in rows if id(row.value) not in given]
+        left_out = {name for one in values for name in one.get("left_out", ())}
+        missing = [
+            row.name for row in rows if id(row.value) not in given and row.name not in left_out
+        ]
         names = {row.name for row in rows} | {ties.get(row.name, row.name) for row in rows}
         kinds = (name.partition("/") for name in self._manifest.names())
         saved = [name for kind, _, name in kinds if kind == "model"]

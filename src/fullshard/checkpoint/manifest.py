@@ -268,7 +268,9 @@ class Manifest:
                 raise CheckpointError("its time or its versions do not follow its format")
             for one in manifest.contents:
                 values = one.values["ties"], one.values["states"], one.values.get("optimizer", {})
-                if not all(isinstance(its, dict) for its in values):
+                left_out = one.values.get("left_out", [])
+                is_list = isinstance(left_out, list) and all(type(n) is str for n in left_out)
+                if not all(isinstance(its, dict) for its in values) or not is_list:
                     raise CheckpointError("its values do not follow its format")
             manifest.check()
         except CheckpointError:

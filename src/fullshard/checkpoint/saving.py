@@ -121,11 +121,16 @@ class Where(NamedTuple):
 
 
 class How(NamedTuple):
-    """The arguments ``mode`` and ``budget_nbytes`` of ``save``, and memory of that size."""
+    """The arguments ``mode`` and ``budget_nbytes`` of ``save``, and memory of that size.
+
+    Attributes:
+        frozen: whether parameters that require no gradient are saved.
+    """
 
     mode: str
     budget_nbytes: int | None
     memory: CopyMemory
+    frozen: bool = True
 
     def check(self) -> None:
         """Raise ``ConfigError`` if they have no meaning."""
@@ -157,7 +162,7 @@ def begin(
 
     def collect() -> dict[str, Any]:
         how.check()
-        found = collected(council.rank, council.world, model, optimizer)
+        found = collected(council.rank, council.world, model, optimizer, frozen=how.frozen)
         said = saving.take(found, optimizer, extra, how)
         if not is_sync:
             pending.hold(saving.writing, model, saving.found.units, optimizer)

@@ -19,7 +19,7 @@ from .config import HF, SaveDtype, TrainConfig
 from .export import export
 from .loop import build_on_meta, fill
 from .pretrained import PretrainedTokenizer
-from .rundir import RunDir, difference, read_origin
+from .rundir import RunDir, check_frozen, difference, read_origin
 from .sample import continued
 from .tokenizing import END
 from .world import World
@@ -128,6 +128,7 @@ class FinishedRun:
                 f"{checkpoint} holds another model than --model {config.model} "
                 f"({difference(info.model, ours)}): has its file changed since the run?"
             )
+        check_frozen(config, checkpoint, info)
         if config.lora is None:
             with torch.device(device):
                 model = architecture.build(seq=config.seq, checkpoint_activations=False)

@@ -146,8 +146,7 @@ def describe(
 ) -> Origin:
     """Return the facts of a checkpoint of this run at ``step``."""
     sequences = config.batch * config.accumulate * num_workers
-    frozen = weights_key(Path(config.init)) if config.init and config.lora else None
-    return Origin(step, text_key, num_workers, model, sequences, frozen=frozen)
+    return Origin(step, text_key, num_workers, model, sequences, frozen=_frozen(config))
 
 
 def read_origin(checkpoint: Path) -> Origin:
@@ -185,11 +184,7 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: O
             f"{checkpoint} was trained on other text: give the same --data, or start anew "
             "without --resume"
         )
-    if info.frozen is not None and info.frozen != ours.frozen:
-        raise ConfigError(
-            f"{checkpoint} has adapters of other weights than --init {config.init} holds now: give "
-            "the folder with the weights of the run, or start anew without --resume"
-        )
+    check_frozen(config, checkpoint, info)
     if info.step >= config.last_step:
         limit = f"--steps than {config.steps}"
         if config.last_step < config.steps:
@@ -200,6 +195,19 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: O
     over = HeldOut(**(info.held_out or {})).why_over(config)
     if over is not None:
         raise ConfigError(f"{checkpoint} ended the run by {over}: a greater --patience goes on")
+
+
+def check_frozen(config: TrainConfig, checkpoint: Path, info: Origin) -> None:
+    """Raise ``ConfigError`` if a checkpoint has adapters of other weights than ``init`` holds."""
+    if info.frozen is not None and info.frozen != _frozen(config):
+        raise ConfigError(
+            f"{checkpoint} has adapters of other weights than --init {config.init} holds now: give "
+            "the folder with the weights of the run, or start anew without --resume"
+        )
+
+
+def _frozen(config: TrainConfig) -> str | None:
+    return weights_key(Path(config.init)) if config.init and config.lora else None
 
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:

@@ -40,6 +40,7 @@ class Saves:
             keep=config.keep,
             mode="async",
             budget_nbytes=_COPIES_NBYTES,
+            frozen=config.lora is None,  # else the weights of --init, which are read again
         )
         self._disk = disk
         self._all = [disk]
@@ -57,6 +58,7 @@ class Saves:
                     copies=_COPIES,
                     mode="async",
                     budget_nbytes=0,
+                    frozen=config.lora is None,
                 )
             )
 
