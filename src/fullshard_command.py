@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+from importlib.metadata import version
 
 COMMANDS = {
     "train": "Train a language model on real text, fully sharded over local workers.",
@@ -23,8 +24,11 @@ COMMANDS = {
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    if sys.argv[1:] in ([], ["--help"]):
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
         print(help_text())
+        return 0
+    if sys.argv[1:] == ["--version"]:
+        print(f"fullshard {version('fullshard')}")
         return 0
     from fullshard.cli import main as run
 
@@ -48,7 +52,8 @@ def help_text() -> str:
             "  Train PyTorch models too big for one device.",
             "",
             "Options:",
-            "  --help  Show this message and exit.",
+            "  --version   Show the version and exit.",
+            "  -h, --help  Show this message and exit.",
             "",
             "Commands:",
             *commands,

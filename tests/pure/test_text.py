@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fullshard
 from fullshard.comm.text import in_bytes
-from fullshard.frontend.choice import Choice
+from fullshard.frontend.blocks import Choice
 
 SIZES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

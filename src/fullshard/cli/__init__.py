@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from fullshard._version import __version__
 from fullshard.cli import checkpoints
 from fullshard.cli.doctor import doctor_command
 from fullshard.cli.planning import plan_command
@@ -17,7 +19,11 @@ from fullshard.train.helping import GroupedCommand, GroupedCommands
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, rich_markup_mode=None, cls=GroupedCommands
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    cls=GroupedCommands,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", cls=GroupedCommand)(train_command)
 app.command("export", cls=GroupedCommand)(export_command)
@@ -28,8 +34,22 @@ app.command("trace", cls=GroupedCommand)(trace_command)
 app.add_typer(checkpoints.app, name="checkpoint")
 
 
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"fullshard {__version__}")
+        raise typer.Exit
+
+
+_Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_tell_version, is_eager=True, help="Show the version and exit."
+    ),
+]
+
+
 @app.callback()
-def _fullshard() -> None:
+def _fullshard(version: _Version = False) -> None:
     """Train PyTorch models too big for one device."""
 
 
