@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fullshard._version import __version__
+from fullshard import __version__
 from fullshard.cli import checkpoints
 from fullshard.cli.doctor import doctor_command
 from fullshard.cli.planning import plan_command
