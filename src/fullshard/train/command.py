@@ -69,6 +69,7 @@ def train_command(
     eval_every: flags.EvalEvery = _DEFAULT.eval_every,
     patience: flags.Patience = _DEFAULT.patience,
     sample: flags.Sample = str(_DEFAULT.sample),
+    log: flags.Log = _DEFAULT.log,
     hardware: flags.Hardware = _DEFAULT.hardware,
     trace: flags.Trace = _DEFAULT.trace,
 ) -> int:

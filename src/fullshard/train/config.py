@@ -33,6 +33,15 @@ class SaveDtype(enum.StrEnum):
     FP16 = "fp16"
 
 
+class LogTo(enum.StrEnum):
+    """A tracker of experiments, beside ``metrics.jsonl``."""
+
+    NONE = "none"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+
+
 class LayoutName(enum.StrEnum):
     """The layout of parameters in the shards."""
 
@@ -133,6 +142,7 @@ class TrainConfig:
         patience: evaluations in a row without a lower held-out loss, after which the run ends;
             None: it does not.
         sample: tokens of the sample at the end of the run; None: no sample.
+        log: the tracker that gets the figures of ``metrics.jsonl``, too.
         eval_sequences: number of held-out sequences, evenly spread, in an evaluation.
 
     Raises:
@@ -181,6 +191,7 @@ class TrainConfig:
     patience: int | None = None
     eval_sequences: int = 256
     sample: int | None = 120
+    log: LogTo = LogTo.NONE
     hardware: str | None = None
     trace: bool = False
     resume: bool = False
@@ -273,6 +284,7 @@ class TrainConfig:
             fields["save_dtype"] = None if save_dtype is None else SaveDtype(save_dtype)
             fields["optimizer"] = OptimizerName(fields.get("optimizer", OptimizerName.ADAMW))
             fields["lr_schedule"] = LrSchedule(fields.get("lr_schedule", LrSchedule.COSINE))
+            fields["log"] = LogTo(fields.get("log", LogTo.NONE))
             fields["layout"] = LayoutName(fields.get("layout", LayoutName.PER_PARAMETER))
             return cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:

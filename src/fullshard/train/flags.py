@@ -216,6 +216,10 @@ Sample = Annotated[
         help="Tokens of the sample at the end of the run.", metavar="off|N", rich_help_panel="Run"
     ),
 ]
+Log = Annotated[
+    config.LogTo,
+    typer.Option(help="Log the figures of each step there, too.", rich_help_panel="To look at"),
+]
 Hardware = Annotated[
     str | None,
     typer.Option(

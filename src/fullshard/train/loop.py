@@ -42,6 +42,7 @@ from .rows import Packed
 from .rundir import RunDir, check_continues, describe, origin_of
 from .saves import Saves
 from .stopping import Stopping, stopping
+from .trackers import tracker_of
 from .world import HostRows, World
 
 _LAYOUTS: dict[LayoutName, fullshard.PerParameter | fullshard.Ragged] = {
@@ -84,6 +85,7 @@ def train(
     with (
         Reporter(first=first, total=config.last_step, enabled=world.is_first) as reporter,
         MetricsFile(run.metrics, enabled=world.is_first) as metrics,
+        tracker_of(config, first=first, enabled=world.is_first) as tracker,
         stopping() as trainer.stopping,
         recording(config, run, trainer.model),
         ExitStack() as told,
@@ -92,6 +94,8 @@ def train(
         def tell(step: StartedStep) -> None:
             record = trainer.record(step)
             metrics.write(record)
+            figures = record.known()
+            tracker.write(int(figures.pop("step")), figures)
             reporter.show(record)
 
         last: StartedStep | None = None  # the device may still be computing its figures

@@ -42,11 +42,14 @@ class StepRecord:
     gather_error: float | None = None
     reduce_error: float | None = None
 
-    def to_json(self) -> str:
-        """Return one line of JSON, without keys whose value is None or not finite."""
+    def known(self) -> dict[str, float]:
+        """Return the figures by name, without those that are None or not finite."""
         record = dataclasses.asdict(self)
-        known = {k: v for k, v in record.items() if v is not None and math.isfinite(v)}
-        return json.dumps(known)
+        return {k: v for k, v in record.items() if v is not None and math.isfinite(v)}
+
+    def to_json(self) -> str:
+        """Return one line of JSON with the known figures."""
+        return json.dumps(self.known())
 
 
 class MetricsFile:

@@ -22,6 +22,7 @@ from .quantized import check_bitsandbytes
 from .rows import Packed, Rows
 from .rundir import Origin, RunDir, check_continues, describe, read_origin
 from .runlock import RunLock
+from .trackers import check_tracker
 
 
 def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
@@ -167,6 +168,7 @@ def _check_extras(config: TrainConfig) -> None:
         check_peft()
     if config.quantize is not None:
         check_bitsandbytes()
+    check_tracker(config)
     if config.export is not None and Path(config.export).exists():
         raise ConfigError(f"--export {config.export}: is there already; give a new folder")
 

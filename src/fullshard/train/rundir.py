@@ -129,6 +129,7 @@ class RunDir:
             self.tokenizer,
             self.picture,
             self.plan,
+            *(self.path / name for name in TRACKED),
         )
         found = [path for path in (self.trace, *(() if resumes else ours)) if path.exists()]
         if not found:
@@ -139,6 +140,10 @@ class RunDir:
         for path in found:
             path.rename(aside / path.name)
         return aside
+
+
+TRACKED = ("tensorboard", "wandb", "wandb-run", "mlflow-run")
+"""What trackers write to the folder, see ``trackers.py``."""
 
 
 def describe(
