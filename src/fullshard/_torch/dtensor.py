@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -207,6 +208,26 @@ def default_dtensor_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return cast("object", op(*args, **kwargs))
     finally:
         _seen.handlers = before
+
+
+def surround_dtensor_op(op: Any, around: Any) -> Callable[[], None]:
+    """Make DTensor call ``around(run, op, args, kwargs)`` for ``op``; return how to undo that.
+
+    ``run(op, args, kwargs)`` runs ``op`` as before.
+    """
+    before = _dispatcher._custom_op_handlers.get(op)
+    handle_dtensor_op(op, partial(around, before or default_dtensor_op))
+    ours = _dispatcher._custom_op_handlers[op]
+
+    def undo() -> None:
+        handlers = _dispatcher._custom_op_handlers
+        if handlers.get(op) is ours:
+            if before is None:
+                del handlers[op]
+            else:
+                handlers[op] = before
+
+    return undo
 
 
 def transposed_in_place(tensor: DTensor) -> DTensor:

@@ -6,25 +6,147 @@ A call may be given a part of a model, so names are looked for from the outermos
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from inspect import isfunction
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine import Unit
 from fullshard.errors import ConfigError, ProtocolError, RaggedOperationError, UnsupportedError
-from fullshard.frontend.ownership import owner_of, unit_of, units_below
+from fullshard.frontend.ownership import (
+    members_of,
+    owned_places,
+    owner_of,
+    unit_of,
+    units_below,
+)
 from fullshard.frontend.places import Place
-from fullshard.tensors import RaggedTensor
+from fullshard.tensors import MIXED, AbsentParameter, RaggedTensor, explanations, local_part
 from fullshard.tensors.form import clean_name
 
 
 def _used_while_sharded(error: Exception) -> bool:
     """Return whether ``error`` comes from computing with a sharded parameter."""
-    mixed = "got mixed torch.Tensor and DTensor" in str(error)
-    return mixed or isinstance(error, RaggedOperationError)
+    return MIXED in str(error) or isinstance(error, (_UsedWhileSharded, RaggedOperationError))
+
+
+class _UsedWhileSharded(ProtocolError):
+    """A sharded DTensor was used; ``which`` names the parameter and its unit."""
+
+    which = ""
+
+
+class _UsedRagged(RaggedOperationError, ProtocolError):
+    """The same for a RaggedTensor."""
+
+    which = ""
+
+
+def explain_use(tensors: Sequence[Tensor], error: Exception) -> Exception | None:
+    """Return a clearer error if one of ``tensors`` is a sharded parameter, else None.
+
+    ``error`` was raised by an operation on ``tensors``. The error names the module that holds the
+    parameter, if its forward is on the stack: a plain module that was called without its unit.
+    """
+    running = _running_modules()
+    found = _sharded_among(tensors, running)
+    if found is None:
+        return None
+    place, unit = found
+    is_ragged = isinstance(error, RaggedOperationError)
+    is_flat = any(isinstance(one, AbsentParameter) for one in tensors)
+    if place.module in running:
+        text = _called_alone(place, unit, running[-1], "wrap" if is_flat else "fully_shard")
+    elif is_ragged or is_flat:
+        return None  # perhaps no module was to use it: the error has its own advice
+    else:
+        text = (
+            f"parameter {name_of(place)} was used while it was sharded: unit {_described(unit)} "
+            "gathers it only for its own forward. Use it in that forward, or inside of "
+            "`with fullshard.unshard_params(module):`"
+        )
+    if is_flat:
+        return ProtocolError(f"{text}. {error}")
+    clearer = _UsedRagged(text) if is_ragged else _UsedWhileSharded(text)
+    clearer.which = f"{name_of(place)} of unit {_described(unit)}"
+    return clearer
+
+
+explanations.append(explain_use)
+
+
+def _called_alone(place: Place, unit: Unit, called: nn.Module, shard: str) -> str:
+    """Return what to do about ``called``, a plain module that was called without its unit."""
+    return (
+        f"{_module_name(place.module)} was called while its parameter {place.name} was sharded: "
+        f"unit {_described(unit)} owns it, and gathers it only for its own forward. Call the "
+        f"module of that unit instead. Or: {shard} {_module_name(called)} itself, before the "
+        "modules around it; name a method of the unit's module that makes this call by "
+        "fullshard.register_fsdp_forward_method(module, name); or make the call inside of "
+        "`with fullshard.unshard_params(module):`"
+    )
+
+
+def _described(unit: Unit) -> str:
+    kinds = ", ".join(type(one).__name__.removeprefix("FSDP") for one in members_of(unit)[:4])
+    return f"{unit.name or '(root)'}{f' ({kinds})' if kinds and unit.name != kinds else ''}"
+
+
+def _module_name(module: nn.Module) -> str:
+    kind = type(module).__name__
+    name = names_of(Place(module, ""))[0].rstrip(".")
+    return f"{name} ({kind})" if name else kind
+
+
+def _running_modules() -> list[nn.Module]:
+    """Return the plain modules whose forward is on the stack, innermost first, up to a unit."""
+    found: list[nn.Module] = []
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(module, nn.Module):
+            if unit_of(module) is not None:
+                break
+            found.append(module)
+    return found
+
+
+def _sharded_among(
+    tensors: Sequence[Tensor], running: Sequence[nn.Module]
+) -> tuple[Place, Unit] | None:
+    """Return the place and the unit of a sharded parameter among ``tensors``, if there is one.
+
+    Of the places of a tied parameter, one in a running module is returned.
+    """
+    first: tuple[Place, Unit] | None = None
+    for place, unit in owned_places():
+        shown = place.module._parameters.get(place.name)
+        if shown is None:  # a flat parameter stands for it
+            shown = vars(place.module).get(place.name)
+        is_running = place.module in running
+        if any(_is_from(one, shown, is_running=is_running) for one in tensors):
+            if is_running:
+                return place, unit
+            first = first or (place, unit)
+    return first
+
+
+def _is_from(tensor: Tensor, shown: Any, *, is_running: bool) -> bool:
+    """Return whether ``tensor`` is ``shown``, a view of it or, in a running module, a cast."""
+    if tensor is shown:
+        return True
+    if not isinstance(tensor, DTensor) or not isinstance(shown, DTensor):
+        return False
+    if tensor.device_mesh != shown.device_mesh or sorted(tensor.shape) != sorted(shown.shape):
+        return False
+    address = local_part(tensor).untyped_storage().data_ptr()
+    is_same = address != 0 and address == local_part(shown).untyped_storage().data_ptr()
+    return is_same or is_running
 
 
 def explain_forward(module: nn.Module, error: Exception) -> None:
@@ -42,8 +164,13 @@ def explain_forward(module: nn.Module, error: Exception) -> None:
         f"the forward of {type(module).__name__} used a parameter that was sharded: one of a unit "
         f"that was not running{hint}. A module that reads another module's parameter directly must "
         "be in the same unit: leave out fully_shard on the inner one, or give both to one call, "
-        "as a list"
+        f"as a list{_which(error)}"
     ) from error
+
+
+def _which(error: Exception) -> str:
+    which = getattr(error, "which", "")
+    return f". The parameter: {which}" if which else ""
 
 
 def guarded_methods(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -73,7 +200,7 @@ def _guard(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
                 f"{type(self).__name__}.{name}() used parameters while they were sharded: only "
                 "forward unshards them by itself. Call fullshard.register_fsdp_forward_method("
                 f"module, {name!r}) once, or module.unshard() before. If the method writes to "
-                "parameters, call it inside of fullshard.unshard_params(module)"
+                f"parameters, call it inside of fullshard.unshard_params(module){_which(error)}"
             ) from error
 
     return guarded

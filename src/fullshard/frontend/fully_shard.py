@@ -61,6 +61,7 @@ from fullshard.tensors import (
     RaggedShard,
     RaggedTensor,
     ShardForm,
+    explain_uses,
     handle_ops_on,
     is_wrapper,
     local_part,
@@ -261,6 +262,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
     install_forward_hooks(unit, modules, replace(choices.policy, param_dtype_override_fn=None))
     install_state_dict_hooks(unit, places)
     if choices.shown is Shown.DTENSORS:
+        explain_uses(parallel=any(any(bucket.spec.parallel or ()) for bucket in buckets))
         for module in modules:
             module.__class__ = sharded_class(type(module))
             _nn.mark_sharded(module)

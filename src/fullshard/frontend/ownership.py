@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -61,6 +61,15 @@ def owner_of(place: Place) -> Unit | None:
     known = _modules.get(place.module)
     reference = None if known is None else known.owners.get(place.name)
     return None if reference is None else reference()
+
+
+def owned_places() -> Iterator[tuple[Place, Unit]]:
+    """Yield the places of all sharded parameters in this process, with the units that own them."""
+    for module, owned in list(_owners.items()):
+        for name, reference in owned.items():
+            unit = reference()
+            if unit is not None:
+                yield Place(module, name), unit
 
 
 def twin_of(param: nn.Parameter) -> tuple[str, Unit] | None:

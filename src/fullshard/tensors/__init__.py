@@ -39,4 +39,5 @@ from fullshard.tensors.ragged_cut import is_on_one_rank, is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
 from fullshard.tensors.tree import find_tensors, map_tensors
+from fullshard.tensors.uses import MIXED, explain_uses, explanations
 from fullshard.tensors.whole import on_larger_mesh, plainly_sharded, taken_by

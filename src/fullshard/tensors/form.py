@@ -20,6 +20,7 @@ from fullshard._torch import dtensor as _dtensor
 from fullshard._torch import memory as _memory
 from fullshard.errors import ProtocolError
 from fullshard.tensors.parallel import ShardPlace
+from fullshard.tensors.uses import raise_explained
 
 
 def local_part(shown: Tensor) -> Tensor:
@@ -241,11 +242,13 @@ class AbsentParameter(Tensor):
     ) -> NoReturn:
         """Refuse."""
         names = ", ".join(one.whose for one in args if isinstance(one, cls))
-        raise ProtocolError(
+        error = ProtocolError(
             f"{op} of {names or 'parameters'}: it is part of a flat parameter, and has no memory "
             "outside of the forward and backward of its wrapper; use it inside of "
             "FullyShardedDataParallel.summon_full_params(), or wrap with use_orig_params=True"
         )
+        raise_explained((args, kwargs), error)
+        raise error
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Describe it without its elements."""

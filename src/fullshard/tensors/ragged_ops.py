@@ -26,6 +26,7 @@ from fullshard.tensors.parts import Spread, part_like, spread_of
 from fullshard.tensors.pointwise import fits
 from fullshard.tensors.ragged_cut import cut_of, is_ragged
 from fullshard.tensors.random import RANDOM_FILLS, RANDOM_HANDLERS, RANDOM_LIKE
+from fullshard.tensors.uses import raise_explained
 
 aten = torch.ops.aten
 
@@ -39,10 +40,14 @@ def run_on_intervals(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Raises:
         RaggedOperationError: if ``op`` has another meaning on intervals.
     """
-    handler = _handler_of(op)
-    if handler is None:
-        raise _refusal(op, args, kwargs)
-    return handler(op, args, kwargs)
+    try:
+        handler = _handler_of(op)
+        if handler is None:
+            raise _refusal(op, args, kwargs)
+        return handler(op, args, kwargs)
+    except RaggedOperationError as error:
+        raise_explained((args, kwargs), error)
+        raise
 
 
 def _handler_of(op: Any) -> Handler | None:

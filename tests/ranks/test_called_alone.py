@@ -1,0 +1,270 @@
+"""Plain modules inside of a unit that are called alone: the error names them and what to do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fullshard
+from fullshard import FullyShardedDataParallel, PerParameter, Ragged, fully_shard
+from fullshard.errors import FullshardError, ProtocolError, RaggedOperationError
+from tests.ranks.pool import RankPool
+
+FACES = ("rows", "ragged", "flat")
+
+
+class Norm(nn.Module):
+    """A norm as in Llama: its weight meets a plain tensor in a product."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm(4)
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.conv = nn.Conv1d(1, 2, 1)
+        self.block = Inner()
+        self.other = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.other(self.block.norm(self.block(self.embed(ids))))
+        return self.head(x + self.conv(x[:, None, 0, :1]).mean())
+
+
+def sharded(face: str) -> Any:
+    torch.manual_seed(0)
+    net: Any = Net()
+    if face == "flat":
+        return FullyShardedDataParallel(net, use_orig_params=False)
+    layout = Ragged("element") if face == "ragged" else PerParameter()
+    fully_shard(net.other, layout=layout)
+    return fully_shard(net, layout=layout)
+
+
+def caught(call: Callable[[], Any]) -> tuple[type, str]:
+    with pytest.raises(FullshardError) as found:
+        call()
+    assert isinstance(found.value, RuntimeError)
+    return type(found.value), str(found.value)
+
+
+def alone(face: str) -> None:
+    net, x, ids = sharded(face), torch.ones(3, 4), torch.arange(6).view(2, 3)
+    inside = net.module if face == "flat" else net
+    calls: dict[str, Callable[[], Any]] = {
+        "block.lin (Linear)": lambda: inside.block(x),
+        "block.norm (Norm)": lambda: inside.block.norm(x),
+        "embed (Embedding)": lambda: inside.embed(ids),
+        "conv (Conv1d)": lambda: inside.conv(torch.ones(1, 1, 3)),
+        "head (Linear)": lambda: inside.head(x),  # tied: the place that was called is named
+    }
+    ways: list[Callable[[], AbstractContextManager[Any]]] = [
+        nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    ]
+    for name, call in calls.items():
+        for way in ways:
+            with way():
+                kind, text = caught(call)
+            assert issubclass(kind, RaggedOperationError if face == "ragged" else ProtocolError)
+            assert text.startswith(f"{name} was called while its parameter "), text
+            assert ("weight was sharded" if way is nullcontext else " was sharded") in text, text
+            assert "unit (root) (Net)" in text or face == "flat", text
+            for advice in ("Call the module", "register_fsdp_forward_method", "unshard_params"):
+                assert advice in text, text
+            called = "block (Inner)" if name.startswith("block.lin") else name
+            shard = "wrap" if face == "flat" else "fully_shard"
+            assert f"Or: {shard} {called} itself" in text, text
+    with fullshard.unshard_params(inside.block), torch.no_grad():
+        assert inside.block(x).shape == (3, 4)
+    net(ids).sum().backward()  # the errors left everything usable
+    assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_module_called_alone_is_named_with_its_unit_and_what_to_do(
+    pool: RankPool, face: str
+) -> None:
+    pool.run(2, alone, face)
+
+
+class Middle(nn.Module):
+    """A unit whose forward calls a plain module of another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.borrowed: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.borrowed[0](self.lin(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.lin(x)
+
+
+def in_the_middle(face: str) -> None:
+    layout = Ragged("element") if face == "ragged" else PerParameter()
+    net: Any = nn.Sequential(Middle(), nn.Sequential(nn.Linear(4, 4)))
+    net[0].borrowed.append(net[1][0])
+    for part in (net[0], net[1], net):
+        fully_shard(part, layout=layout)
+    for call in (lambda: net(torch.ones(2, 4)), lambda: net[0](torch.ones(2, 4))):
+        kind, text = caught(call)
+        assert kind is ProtocolError
+        assert text.startswith("the forward of FSDP") and "that was not running" in text
+        assert text.endswith("The parameter: 1.0.weight (Linear) of unit 1 (Sequential)"), text
+    kind, text = caught(lambda: net[0].encode(torch.ones(2, 4)))
+    assert kind is ProtocolError and "encode() used parameters while they were sharded" in text
+    assert text.endswith("The parameter: 0.lin.weight (Linear) of unit 0 (Middle)"), text
+
+
+@pytest.mark.parametrize("face", ["rows", "ragged"])
+def test_in_the_forward_of_another_unit_the_parameter_is_named(pool: RankPool, face: str) -> None:
+    pool.run(2, in_the_middle, face)
+
+
+def functional() -> None:
+    net, x = sharded("rows"), torch.ones(3, 4)
+    _, text = caught(lambda: F.linear(x, net.block.lin.weight))
+    assert text.startswith("parameter block.lin.weight (Linear) was used while it was sharded")
+    assert "unit (root) (Net)" in text and "unshard_params" in text
+    _, text = caught(lambda: F.linear(x, net.other.weight))
+    assert "unit other (Linear)" in text
+    _, text = caught(lambda: x[:, :1] * sharded("ragged").block.lin.weight)
+    assert "cut into the same intervals" in text  # as ever: no module was called
+
+
+def test_functional_use_names_the_parameter(pool: RankPool) -> None:
+    pool.run(2, functional)
+
+
+class OnPurpose(nn.Module):
+    """Has a sharded parameter, and mixes a DTensor of its own with a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.own: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.own[0]
+
+
+def on_purpose() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    own = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    net: Any = nn.Sequential(OnPurpose(), nn.Linear(4, 4))
+    net[0].own.append(own)
+    fully_shard(net, mesh=mesh)
+    for call in (lambda: net[0](torch.ones(2, 4)), lambda: torch.ones(2, 4) @ own):
+        with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor") as found:
+            call()
+        assert not isinstance(found.value, FullshardError)
+    product = distribute_tensor(torch.ones(2, 4), mesh, [Shard(1)]) @ own
+    assert isinstance(product, DTensor) and product.full_tensor().sum() == 24
+
+
+def test_dtensors_that_are_mixed_on_purpose_get_no_claim(pool: RankPool) -> None:
+    pool.run(2, on_purpose)
+
+
+def steady() -> int:
+    """Return how many operations the handlers of explanations saw in two steps."""
+    from fullshard.tensors.uses import _known_ops
+
+    net, ids = sharded("rows"), torch.arange(6).view(2, 3)
+    optims = [
+        torch.optim.AdamW(net.parameters(), foreach=False),
+        torch.optim.AdamW(net.parameters(), foreach=True),
+        torch.optim.SGD(net.parameters(), momentum=0.9),
+    ]
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    before, seen = dict(handlers), []
+    for op in _known_ops():
+        assert op in handlers, op
+        handlers[op] = lambda *given, op=op: seen.append(op) or before[op](*given)
+    try:
+        for optim in optims:
+            net(ids).sum().backward()
+            optim.step()
+            optim.zero_grad()
+    finally:
+        handlers.update(before)
+    return len(seen)
+
+
+def test_a_step_meets_none_of_it(pool: RankPool) -> None:
+    assert pool.run(2, steady) == [0, 0]
+
+
+def parallel() -> None:
+    """With tensor parallelism the handlers are removed, and PyTorch's own come back."""
+    from fullshard.tensors import uses
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    own = handlers[torch.ops.aten.convolution.default]
+    sharded("rows")
+    assert handlers[torch.ops.aten.convolution.default] is not own or uses._undo
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Sequential(nn.Linear(4, 4))
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    assert torch.ops.aten.mm.default not in handlers
+    assert torch.ops.aten.convolution.default in handlers
+    assert net(torch.ones(2, 4)).shape == (2, 2)
+    uses._undo = None  # other tests of this process explain again
+
+
+def test_tensor_parallel_steps_pay_nothing(pool: RankPool) -> None:
+    pool.run(2, parallel)
+
+
+def merged() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["lin"], r=2)
+    model = peft.get_peft_model(copy.deepcopy(Net()), config)
+    fully_shard(model)
+    ids = torch.arange(6).view(2, 3)
+    with fullshard.unshard_params(model), torch.no_grad():
+        inner = model.merge_and_unload()
+        inner(ids)
+    _, text = caught(lambda: inner(ids))
+    assert "(Embedding) was called while its parameter weight was sharded" in text, text
+    assert "fully_shard" in text and "(Net) itself" in text
+
+
+def test_a_module_that_peft_returns_is_explained(pool: RankPool) -> None:
+    pool.run(2, merged)
