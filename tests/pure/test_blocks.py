@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard.errors import ConfigError
-from fullshard.frontend.blocks import choose
+from fullshard.frontend.blocks import Why, choose
 from fullshard.frontend.ownership import units_below
 
 
@@ -204,3 +204,78 @@ def test_what_is_refused_changes_nothing(
 def test_a_model_that_is_none_is_refused() -> None:
     with pytest.raises(TypeError, match="got int, expected"):
         fullshard.shard_blocks(3)  # type: ignore[arg-type]
+
+
+class Stage(nn.Module):
+    """Blocks of one width, and a step to the next."""
+
+    def __init__(self, dim: int, depth: int, kind: type[nn.Module] = Layer) -> None:
+        super().__init__()
+        self.down = nn.Linear(dim // 2, dim)
+        self.blocks = nn.ModuleList(kind(dim) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Expert(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def lists(*widths: list[int]) -> nn.Module:
+    return nn.ModuleList(nn.ModuleList(map(Layer, own)) for own in widths)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: lists([8, 8], [8, 8]), ["0.0", "0.1", "1.0", "1.1", ""]),
+        (lambda: lists([8], [8]), ["0.0", "1.0", ""]),
+        (lambda: nn.ModuleList([lists([8], [4]), lists([2])]), ["0.0.0", "0.1.0", "1.0.0", ""]),
+        (
+            lambda: nn.ModuleList([Stage(8, 2), Stage(16, 1)]),
+            ["0.blocks.0", "0.blocks.1", "1.blocks.0", ""],
+        ),
+        (
+            lambda: nn.Sequential(
+                nn.Sequential(Layer(8), Layer(8)), nn.Sequential(Layer(4), Layer(4))
+            ),
+            ["0.0", "0.1", "1.0", "1.1", ""],
+        ),
+        # as ever: layers with experts, and modules of one width
+        (lambda: nn.ModuleList([Stage(8, 4, Expert), Stage(8, 4, Expert)]), ["0", "1", ""]),
+        (lambda: nn.ModuleList([Stage(8, 2), Stage(8, 3)]), ["0", "1", ""]),
+    ],
+    ids=["lists", "of_one", "deep", "stages", "sequential", "experts", "alike"],
+)
+def test_lists_of_lists(make: Callable[[], nn.Module], expected: list[str]) -> None:
+    assert [name for name in names(make()) if "down" not in name] == expected
+
+
+@pytest.mark.parametrize("name", ["ConvNext", "Swin", "ResNet", "ResNet-basic"])
+def test_blocks_of_the_stages_of_vision_models(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    options: dict[str, Any] = {
+        "ConvNext": {"hidden_sizes": [8, 16, 32, 64], "depths": [1, 2, 3, 1]},
+        "Swin": {"image_size": 32, "embed_dim": 8, "depths": [2, 2, 3], "num_heads": [1, 2, 4]},
+        "ResNet": {"embedding_size": 8, "hidden_sizes": [8, 16, 32], "depths": [1, 2, 2]},
+        "ResNet-basic": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]},
+    }[name]
+    name, _, kind = name.partition("-")
+    options |= {"layer_type": kind} if kind else {}
+    config = getattr(transformers, f"{name}Config")(**options)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}Model")(config)
+    inner = {"ConvNext": "stages.{}.layers.{}", "ResNet": "stages.{}.layers.{}"}
+    path = f"encoder.{inner.get(name, 'layers.{}.blocks.{}')}"
+    blocks = [unit.name for unit in choose(model, set()) if unit.why is Why.BLOCK]
+    assert blocks == [
+        path.format(stage, block)
+        for stage, depth in enumerate(options["depths"])
+        for block in range(depth)
+    ]

@@ -99,7 +99,8 @@ def shard_blocks(
     With ``policy``, the units are the modules that the policy chooses, and the rest.
 
     Without a policy, each block is a unit: each member of a list that holds several modules of one
-    class (a transformer's layers, but not modules that repeat inside a layer). Embeddings and
+    class (a transformer's layers, but not modules that repeat inside a layer). Of stages, as in
+    ConvNets and Swin, the blocks are units. Embeddings and
     linear layers outside these blocks are units if they are more than half as large as the largest
     block. The model itself, with all other parameters, is the last unit. A module with a parameter
     that is tied to one outside the module does not become a unit. Build the optimizer afterwards.
@@ -278,12 +279,18 @@ def choose(model: nn.Module, ignored: set[nn.Parameter]) -> ChosenUnits:
 
 
 def _repeated(module: nn.Module, kinds: Collection[type[nn.Module]] = ()) -> Iterator[nn.Module]:
-    """Yield the outermost modules of ``kinds``, or of a list in which a class repeats."""
-    children = list(module.children())
+    """Yield the outermost modules of ``kinds``, or of a list in which a class repeats.
+
+    Lists in a list count as one list, and of a list of stages the blocks of each stage are yielded.
+    """
+    children = _members(module)
     repeated: set[type[nn.Module]] = set()
     if isinstance(module, _CONTAINERS):
         counts = Counter(type(child) for child in children if _is_block(child))
-        repeated = {kind for kind, count in counts.items() if count > 1}
+        for kind in (kind for kind, count in counts.items() if count > 1):
+            in_stages = _kinds_in_stages([child for child in children if type(child) is kind])
+            kinds = {*kinds, *in_stages}
+            repeated |= set() if in_stages else {kind}
     for child in children:
         is_odd_one = bool(repeated) and _is_block(child) and any(child.children())
         if type(child) in repeated or type(child) in kinds or is_odd_one:
@@ -292,10 +299,56 @@ def _repeated(module: nn.Module, kinds: Collection[type[nn.Module]] = ()) -> Ite
             yield from _repeated(child, kinds)
 
 
+def _members(module: nn.Module) -> list[nn.Module]:
+    """Return the children of ``module``; of a list that has only lists in it, their members."""
+    children = list(module.children())
+    is_list_of_lists = (
+        _is_bare_list(module) and bool(children) and all(map(_is_bare_list, children))
+    )
+    return [one for child in children for one in _members(child)] if is_list_of_lists else children
+
+
+def _is_bare_list(module: nn.Module) -> bool:
+    return isinstance(module, _CONTAINERS) and not _has_forward(module)
+
+
+def _kinds_in_stages(alike: Sequence[nn.Module]) -> set[type[nn.Module]]:
+    """Return the classes of blocks if ``alike``, of one class in a list, are stages, else none.
+
+    Most elements of a stage lie in lists of blocks, and blocks of different stages have other
+    shapes. The experts of a layer have the shapes of those of the next layer.
+    """
+    lists = [[one, *one.children()] for one in alike]
+    blocks = [
+        [
+            block
+            for held in around
+            if isinstance(held, _CONTAINERS)
+            for block in held.children()
+            if _has_forward(block) and any(block.children()) and not isinstance(block, _CONTAINERS)
+            if sum(param.dim() > 1 for param in block.parameters()) > 1  # no convolution and norm
+        ]
+        for around in lists
+    ]
+    kinds = Counter(type(block) for own in blocks for block in own)
+    in_blocks = sum(_numel(block) for own in blocks for block in own)
+    if not all(blocks) or max(kinds.values()) < 2 or 2 * in_blocks <= sum(map(_numel, alike)):
+        return set()
+    shapes = [{param.shape for block in own for param in block.parameters()} for own in blocks]
+    return set(kinds) if any(one != shapes[0] for one in shapes) else set()
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
 def _is_block(module: nn.Module) -> bool:
     """Return whether ``module`` has a forward and, unlike norms, a parameter of 2 or more dims."""
-    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
-    return has_forward and any(param.dim() > 1 for param in module.parameters())
+    return _has_forward(module) and any(param.dim() > 1 for param in module.parameters())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _places(module: nn.Module) -> Counter[nn.Parameter]:
