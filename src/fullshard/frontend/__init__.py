@@ -2,15 +2,16 @@
 
 ``ownership`` finds the parameters of a call and ``places`` their places in modules. ``checks``
 refuses wrong arguments, ``meshes`` and ``placement`` choose the ranks of each cut, ``buckets``
-groups parameters. ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine.
-``sharded`` is the base class of sharded modules. ``module`` adds the methods for users, with
-``controls`` for communication and ``finalization`` for the end of backwards. ``copying`` makes deep
-copies, ``contexts`` lends full parameters, ``flat_param`` shows one parameter for all of a unit.
-``explain`` rewords torch's errors.
+groups parameters. ``build`` makes the unit, ``blocks`` chooses units, ``activations`` recomputes
+blocks in backward, ``hooks`` drive the engine. ``sharded`` is the base class of sharded modules.
+``module`` adds the methods for users, with ``controls`` for communication and ``finalization`` for
+the end of backwards. ``copying`` makes deep copies, ``contexts`` lends full parameters,
+``flat_param`` shows one parameter for all of a unit. ``explain`` rewords torch's errors.
 """
 
 from __future__ import annotations
 
+from fullshard.frontend.activations import checkpoint_blocks
 from fullshard.frontend.blocks import (
     CHOSEN,
     Choice,

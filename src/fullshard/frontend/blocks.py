@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Unpack
 
+import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +31,7 @@ from fullshard.frontend.module import FSDPModule
 from fullshard.frontend.ownership import units_below
 from fullshard.layout import LayoutStrategy, PerParameter
 from fullshard.schedule import AfterForward
+from fullshard.tensors.form import WRAPPED
 from fullshard.wrap.policies import PolicyLike
 from fullshard.wrap.units import Ignored, WantedUnit, units_of
 from fullshard.wrap.unity import check_read_together, check_tied_together
@@ -301,11 +304,23 @@ def _repeated(module: nn.Module, kinds: Collection[type[nn.Module]] = ()) -> Ite
 
 def _members(module: nn.Module) -> list[nn.Module]:
     """Return the children of ``module``; of a list that has only lists in it, their members."""
-    children = list(module.children())
+    children = _children(module)
     is_list_of_lists = (
         _is_bare_list(module) and bool(children) and all(map(_is_bare_list, children))
     )
     return [one for child in children for one in _members(child)] if is_list_of_lists else children
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """Return the children of ``module``, without the wrappers around them."""
+    return [unwrapped(child) for child in module.children()]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module that is in ``module``, a ``FullyShardedDataParallel``, or itself."""
+    while WRAPPED in module._modules:
+        module = module.get_submodule(WRAPPED)
+    return module
 
 
 def _is_bare_list(module: nn.Module) -> bool:
@@ -318,13 +333,13 @@ def _kinds_in_stages(alike: Sequence[nn.Module]) -> set[type[nn.Module]]:
     Most elements of a stage lie in lists of blocks, and blocks of different stages have other
     shapes. The experts of a layer have the shapes of those of the next layer.
     """
-    lists = [[one, *one.children()] for one in alike]
+    lists = [[one, *_children(one)] for one in alike]
     blocks = [
         [
             block
             for held in around
             if isinstance(held, _CONTAINERS)
-            for block in held.children()
+            for block in _children(held)
             if _has_forward(block) and any(block.children()) and not isinstance(block, _CONTAINERS)
             if sum(param.dim() > 1 for param in block.parameters()) > 1  # no convolution and norm
         ]
@@ -455,7 +470,22 @@ class Choice:
         return mesh
 
 
-def recompute(blocks: Iterable[nn.Module]) -> None:
-    """Make each of ``blocks`` recompute its activations in backward, instead of keeping them."""
+def recompute(blocks: Iterable[nn.Module], *, offload: bool = False) -> None:
+    """Make each of ``blocks`` recompute its activations in backward, instead of keeping them.
+
+    With ``offload``, what is kept, the inputs of the blocks, lies on the CPU until backward.
+    """
+    run = _recomputed_from_host if offload else checkpoint
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(run, block.forward, use_reentrant=False)
+
+
+def recomputes(block: nn.Module) -> bool:
+    """Return whether ``recompute`` was applied to ``block``."""
+    forward = vars(block).get("forward")
+    return isinstance(forward, partial) and forward.func in (_recomputed_from_host, checkpoint)
+
+
+def _recomputed_from_host(forward: Any, *args: Any, **options: Any) -> Any:
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(forward, *args, **options)
