@@ -65,8 +65,8 @@ def owner_of(place: Place) -> Unit | None:
 
 def owned_places() -> Iterator[tuple[Place, Unit]]:
     """Yield the places of all sharded parameters in this process, with the units that own them."""
-    for module, owned in list(_owners.items()):
-        for name, reference in owned.items():
+    for module, known in list(_modules.items()):
+        for name, reference in known.owners.items():
             unit = reference()
             if unit is not None:
                 yield Place(module, name), unit
