@@ -125,10 +125,11 @@ def gradient_node(tensor: Tensor) -> Node:
 @cache
 def num_holders_of_a_node() -> int:
     """Return by how much ``num_holders`` of a leaf grows while its ``gradient_node`` is held."""
-    leaf = torch.zeros((), requires_grad=True)
-    before = num_holders([leaf])
-    node = gradient_node(leaf)
-    after = num_holders([leaf])
+    with torch.inference_mode(False), torch.enable_grad(), outside_of_transforms():
+        leaf = torch.zeros((), requires_grad=True)
+        before = num_holders([leaf])
+        node = gradient_node(leaf)
+        after = num_holders([leaf])
     del node
     return after - before
 

@@ -13,7 +13,7 @@ from fullshard.comm import Collectives, Done, Pending
 from fullshard.device import Buffer, BufferKind, Lane, Lanes, StorageMeter
 from fullshard.engine.shard import Shards
 from fullshard.engine.spec import BucketSpec
-from fullshard.engine.unshard import Unsharded
+from fullshard.engine.unshard import GatheredUnsharded
 from fullshard.errors import ExtensionError, UnsupportedError
 from fullshard.tensors import (
     HookArguments,
@@ -26,7 +26,7 @@ from fullshard.tensors import (
 )
 
 
-class HookedUnsharded(Unsharded):
+class HookedUnsharded(GatheredUnsharded):
     """Parameters of which some have all-gather hooks, in memory of their own.
 
     All tensors that a bucket sends travel as bytes in one call, each gathered in place into

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,12 +20,11 @@ from fullshard.tensors import local_part
 _ADDRESS = Tensor.data_ptr
 
 
-class Unsharded:
+class Unsharded(ABC):
     """The unsharded parameters of a bucket, whose memory comes and goes.
 
     ``start`` and ``finish`` gather; ``free`` frees the memory. The scheduler makes sure that the
-    three are called in turn. This class knows what is under way; its subclasses know the way from
-    the shards to ``params``:
+    three are called in turn. Subclasses know the way from the shards to ``params``:
 
         BorrowedUnsharded   the shard itself: one rank has all of it, in the right dtype.
         FlatUnsharded       one buffer for all parameters.
@@ -39,38 +39,21 @@ class Unsharded:
     """True if the parameters share the memory of the shard."""
     is_lost = False
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
-        self._in_flight: Pending | None = None
-
+    @abstractmethod
     def start(self) -> None:
         """Start the all-gather, for a refresh into memory that is already allocated."""
-        with self._lanes.on(Lane.GATHER):
-            self._in_flight = self._send()
 
+    @abstractmethod
     def finish(self) -> None:
         """Make the unsharded parameters usable on the compute lane."""
-        if self._in_flight is None:
-            return
-        with self._lanes.on(Lane.GATHER):
-            self._lanes.wait(self._in_flight)
-            self._in_flight = None
-            self._receive()
-        self._lanes.join(Lane.COMPUTE, Lane.GATHER)
 
+    @abstractmethod
     def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
         """Free the memory once compute is done with it, except a secondary shard if asked.
 
         With ``keep_memory`` nothing is freed, and the next gather writes to the same place. In the
         middle of a gather, nothing is freed, and ``is_lost`` is set.
         """
-        if self._in_flight is not None:  # of a step that a fault ended: it will never end
-            self._in_flight, self.is_lost = None, True
-            self._leave()
-            return
-        self._lanes.join(Lane.GATHER, Lane.COMPUTE)
-        with self._lanes.on(Lane.GATHER):
-            self._free(to_secondary=to_secondary, keep_memory=keep_memory)
 
     def owns(self, param: nn.Parameter) -> bool:
         """Return whether ``param``, one of ``params``, still uses our memory, as far as we know."""
@@ -87,21 +70,54 @@ class Unsharded:
         """Gather from ``shards`` from now on, alike in kind; return False if that cannot be."""
         return False
 
-    def _send(self) -> Pending | None:
-        """Start to gather; return None if there is nothing to wait for."""
-        raise NotImplementedError
 
+class GatheredUnsharded(Unsharded):
+    """Parameters that a collective fills; this class knows what is under way, and waits."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._in_flight: Pending | None = None
+
+    def start(self) -> None:
+        """See ``Unsharded``."""
+        with self._lanes.on(Lane.GATHER):
+            self._in_flight = self._send()
+
+    def finish(self) -> None:
+        """See ``Unsharded``."""
+        if self._in_flight is None:
+            return
+        with self._lanes.on(Lane.GATHER):
+            self._lanes.wait(self._in_flight)
+            self._in_flight = None
+            self._receive()
+        self._lanes.join(Lane.COMPUTE, Lane.GATHER)
+
+    def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
+        """See ``Unsharded``."""
+        if self._in_flight is not None:  # of a step that a fault ended: it will never end
+            self._in_flight, self.is_lost = None, True
+            self._leave()
+            return
+        self._lanes.join(Lane.GATHER, Lane.COMPUTE)
+        with self._lanes.on(Lane.GATHER):
+            self._free(to_secondary=to_secondary, keep_memory=keep_memory)
+
+    @abstractmethod
+    def _send(self) -> Pending:
+        """Start to gather."""
+
+    @abstractmethod
     def _receive(self) -> None:
         """Make the parameters from what has arrived."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _free(self, *, to_secondary: bool, keep_memory: bool) -> None:
         """Free the memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _leave(self) -> None:
         """Forget the memory; see ``Buffer.leave``."""
-        raise NotImplementedError
 
 
 class _Views:
@@ -145,8 +161,7 @@ class BorrowedUnsharded(Unsharded):
 
     borrows = True
 
-    def __init__(self, spec: BucketSpec, shard: Tensor, lanes: Lanes) -> None:
-        super().__init__(lanes)
+    def __init__(self, spec: BucketSpec, shard: Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._views = _Views(spec, shard)
         self.params = self._views.params
@@ -163,11 +178,14 @@ class BorrowedUnsharded(Unsharded):
         """See ``Unsharded``."""
         self.reclaim()
 
+    def finish(self) -> None:
+        """See ``Unsharded``."""
+
     def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
         """See ``Unsharded``."""
 
 
-class FlatUnsharded(Unsharded):
+class FlatUnsharded(GatheredUnsharded):
     """Parameters in one buffer, which is gathered in place or by way of staging buffers.
 
     With a secondary shard, all but this shard can be freed, and the next ``start`` gathers from it.
