@@ -126,7 +126,7 @@ def wrong_arguments() -> None:
     refuses(model, entering(model, writeback=1), "expected a bool")
     refuses(model, entering(model, check=True, rank0_only=True), "Leave check out")
     refuses(model, entering(model, check=True, writeback=False), "Leave check out")
-    refuses(model, entering([model]), "got list, expected a module")
+    refuses(model, entering({model}), "got set, expected a module")
     refuses(model, lambda: iter_full_params(None), "got NoneType, expected a module")  # type: ignore[arg-type]
     refuses(model, entering(model.blocks, recurse=False), "pass one of these")
     with torch.device("meta"):

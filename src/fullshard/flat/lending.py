@@ -56,7 +56,7 @@ def summon_full_params(
         "offload_to_cpu": offload_to_cpu,
         "with_grads": with_grads,
     }
-    with lent(module, "summon_full_params", flags, recurse=recurse, may_be_none=True):
+    with lent([module], "summon_full_params", flags, recurse=recurse, may_be_none=True):
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,7 @@ from fullshard.tensors.form import clean_name
 
 @contextmanager
 def unshard_params(
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     *,
     recurse: bool = True,
     writeback: bool = True,
@@ -51,8 +52,9 @@ def unshard_params(
     unsharded units stay unsharded.
 
     Args:
-        module: a module that is sharded, contains sharded modules, or is a part of one. All
-            parameters of a unit are shown, even if only some are in ``module``.
+        module: a module that is sharded, contains sharded modules, or is a part of one; or a list
+            or tuple of such modules, whose units are lent together. All parameters of a unit are
+            shown, even if only some are in ``module``.
         recurse: whether to lend units inside ``module``, too.
         writeback: whether to write edits of parameters, and of their ``requires_grad``, into the
             shards, where each rank writes its own elements. If False, edits are lost.
@@ -83,13 +85,14 @@ def unshard_params(
         "offload_to_cpu": offload_to_cpu,
         "with_grads": with_grads,
     }
-    with lent(module, "unshard_params", flags, recurse=recurse, on_error=on_error, check=check):
+    modules = module if isinstance(module, (list, tuple)) else [module]
+    with lent(modules, "unshard_params", flags, recurse=recurse, on_error=on_error, check=check):
         yield
 
 
 @contextmanager
 def lent(
-    module: nn.Module,
+    modules: Sequence[Any],
     call: str,
     flags: Mapping[str, bool],
     *,
@@ -103,7 +106,10 @@ def lent(
     With ``may_be_none``, there need not be a unit to lend.
     """
     terms = _checked_terms(call, flags, check=check, on_error=on_error)
-    units = _units_to_lend(module, call, recurse=recurse, may_be_none=may_be_none)
+    if not modules:
+        raise ConfigError(f"{call}: got no module, expected one, or a list of modules")
+    found = (_units_to_lend(m, call, recurse=recurse, may_be_none=may_be_none) for m in modules)
+    units = list(dict.fromkeys(chain.from_iterable(found)))  # a unit may be in several modules
     _check_lendable(units, call)
     loans: dict[Unit, Loan] = {}
     keep = on_error == "keep"
