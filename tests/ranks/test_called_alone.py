@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fullshard
 from fullshard import FullyShardedDataParallel, PerParameter, Ragged, fully_shard
 from fullshard.errors import FullshardError, ProtocolError, RaggedOperationError
+from fullshard.tensors import uses
 from tests.ranks.pool import RankPool
 
 FACES = ("rows", "ragged", "flat")
@@ -58,7 +59,13 @@ class Net(nn.Module):
         return self.head(x + self.conv(x[:, None, 0, :1]).mean())
 
 
+def explain_again() -> None:
+    """Undo what tensor-parallel models of earlier tests did in this process."""
+    uses._undo = uses._undo or None
+
+
 def sharded(face: str) -> Any:
+    explain_again()
     torch.manual_seed(0)
     net: Any = Net()
     if face == "flat":
@@ -133,6 +140,7 @@ class Middle(nn.Module):
 
 
 def in_the_middle(face: str) -> None:
+    explain_again()
     layout = Ragged("element") if face == "ragged" else PerParameter()
     net: Any = nn.Sequential(Middle(), nn.Sequential(nn.Linear(4, 4)))
     net[0].borrowed.append(net[1][0])
@@ -200,8 +208,6 @@ def test_dtensors_that_are_mixed_on_purpose_get_no_claim(pool: RankPool) -> None
 
 def steady() -> int:
     """Return how many operations the handlers of explanations saw in two steps."""
-    from fullshard.tensors.uses import _known_ops
-
     net, ids = sharded("rows"), torch.arange(6).view(2, 3)
     optims = [
         torch.optim.AdamW(net.parameters(), foreach=False),
@@ -210,7 +216,7 @@ def steady() -> int:
     ]
     handlers = DTensor._op_dispatcher._custom_op_handlers
     before, seen = dict(handlers), []
-    for op in _known_ops():
+    for op in uses._known_ops():
         assert op in handlers, op
         handlers[op] = lambda *given, op=op: seen.append(op) or before[op](*given)
     try:
@@ -229,8 +235,6 @@ def test_a_step_meets_none_of_it(pool: RankPool) -> None:
 
 def parallel() -> None:
     """With tensor parallelism the handlers are removed, and PyTorch's own come back."""
-    from fullshard.tensors import uses
-
     handlers = DTensor._op_dispatcher._custom_op_handlers
     own = handlers[torch.ops.aten.convolution.default]
     sharded("rows")
@@ -244,7 +248,6 @@ def parallel() -> None:
     assert torch.ops.aten.mm.default not in handlers
     assert torch.ops.aten.convolution.default in handlers
     assert net(torch.ones(2, 4)).shape == (2, 2)
-    uses._undo = None  # other tests of this process explain again
 
 
 def test_tensor_parallel_steps_pay_nothing(pool: RankPool) -> None:
@@ -253,6 +256,7 @@ def test_tensor_parallel_steps_pay_nothing(pool: RankPool) -> None:
 
 def merged() -> None:
     peft = pytest.importorskip("peft")
+    explain_again()
     torch.manual_seed(0)
     config = peft.LoraConfig(target_modules=["lin"], r=2)
     model = peft.get_peft_model(copy.deepcopy(Net()), config)
