@@ -250,6 +250,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
     # units and their parameters
 
     @property
+    @_dynamo.never_compiled
     def _unit(self) -> Unit:
         unit = unit_of(self)
         assert unit is not None
