@@ -2,6 +2,8 @@
 
 ``python -m bench gpu --help`` tells what there is for a GPU.
 
+``python -m bench scale --help`` tells how to see how costs grow.
+
 ``--save`` writes the figures to ``bench/results.json``, each with the date and the version of
 PyTorch; those of other benchmarks stay.
 """
@@ -31,6 +33,7 @@ from bench import (
     plan,
     reserved,
     rounds,
+    scale,
     schedule,
     skipping,
     step,
@@ -54,6 +57,7 @@ BENCHES: dict[str, ModuleType] = {
     "reserved": reserved,
     "plan": plan,
     "rounds": rounds,
+    "scale": scale,
     "schedule": schedule,
     "skipping": skipping,
     "trace": trace,
@@ -72,6 +76,8 @@ def main() -> int:
     """Run what was asked for; 1 if a figure was refused or missed its bound, 2 for a wrong name."""
     if sys.argv[1:2] == ["gpu"] and sys.argv[2:]:
         return gpu.main(sys.argv[2:])
+    if sys.argv[1:2] == ["scale"] and "--save" not in sys.argv:
+        return scale.main(sys.argv[2:])
     names = [name for name in sys.argv[1:] if name != "--save"] or list(BENCHES)
     unknown = [name for name in names if name not in BENCHES]
     if unknown:

@@ -32,7 +32,7 @@ from fullshard.watch import rounds
 from fullshard.watch.rounds import Rounds
 from fullshard.watch.status import GroupStatus, Issued, StatusReport
 
-__all__ = ["figures", "report"]
+__all__ = ["diagnosis", "figures", "many_threads", "ranks", "report", "save"]
 
 WORLDS = (8, 64, 1024)
 LATE_S = 2.0
@@ -64,7 +64,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def _save(decisions: int, late_s: float = 0.0) -> None:
+def save(decisions: int, late_s: float = 0.0) -> None:
     """Make the two decisions of a save, then the further ones of several machines."""
     if _here.rank == 1:
         time.sleep(late_s)
@@ -77,7 +77,9 @@ def _save(decisions: int, late_s: float = 0.0) -> None:
         one.agree(lambda: [_here.rank, "written"], len)
 
 
-def _diagnosis(world: int) -> Callable[[], None]:
+def diagnosis(world: int) -> Callable[[], None]:
+    """Return what a rank does in a diagnosis in which rank 1 of ``world`` is late."""
+
     def run() -> None:
         rank = _here.rank
         late = rank == 1
@@ -94,7 +96,7 @@ def _diagnosis(world: int) -> Callable[[], None]:
 
 
 @contextmanager
-def _ranks(world: int) -> Iterator[Callable[[Callable[[], None]], dict[str, float]]]:
+def ranks(world: int) -> Iterator[Callable[[Callable[[], None]], dict[str, float]]]:
     """Run ``world`` threads as ranks of one store; yield a function that calls one on all."""
     server = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=120))
     barrier, began_s = threading.Barrier(world), list[float]()
@@ -137,27 +139,34 @@ def _ranks(world: int) -> Iterator[Callable[[Callable[[], None]], dict[str, floa
         yield on_all
 
 
-def figures() -> dict[str, dict[str, float]]:
-    """Return requests and seconds, by operation and world size, all ranks on this machine."""
+@contextmanager
+def many_threads() -> Iterator[None]:
+    """Allow a thousand threads with a connection each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     threading.stack_size(1 << 20)
-    found = {}
     try:
-        for world in WORLDS:
-            with _ranks(world) as on_all:
-                found[f"save, {world} ranks"] = on_all(partial(_save, 2))
-            with _ranks(world) as on_all:
-                found[f"save, one rank {LATE_S:g} s late, {world} ranks"] = on_all(
-                    partial(_save, 2, LATE_S)
-                )
-            with _ranks(world) as on_all:
-                found[f"save on machines, {world} ranks"] = on_all(partial(_save, 5))
-            with _ranks(world) as on_all:
-                found[f"diagnosis, {world} ranks"] = on_all(_diagnosis(world))
+        yield
     finally:
         threading.stack_size(0)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def figures() -> dict[str, dict[str, float]]:
+    """Return requests and seconds, by operation and world size, all ranks on this machine."""
+    found = {}
+    with many_threads():
+        for world in WORLDS:
+            with ranks(world) as on_all:
+                found[f"save, {world} ranks"] = on_all(partial(save, 2))
+            with ranks(world) as on_all:
+                found[f"save, one rank {LATE_S:g} s late, {world} ranks"] = on_all(
+                    partial(save, 2, LATE_S)
+                )
+            with ranks(world) as on_all:
+                found[f"save on machines, {world} ranks"] = on_all(partial(save, 5))
+            with ranks(world) as on_all:
+                found[f"diagnosis, {world} ranks"] = on_all(diagnosis(world))
     return found
 
 

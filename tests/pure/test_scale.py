@@ -1,0 +1,58 @@
+"""How costs grow: the fit of exponents, each curve at its smallest, the order of collectives."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import order, scale
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
+def test_the_exponent_of_a_power_is_found(power: float) -> None:
+    sizes = [10, 30, 100, 300, 1000]
+    fitted = scale.exponent(sizes, [3e-3 * size**power for size in sizes])
+    assert fitted == pytest.approx(power, abs=1e-9)
+
+
+def test_only_the_larger_half_of_the_sizes_is_fitted() -> None:
+    sizes = [1, 10, 100, 1000, 10000]
+    assert scale.exponent(sizes, [7, 1, 5, 50, 500]) == pytest.approx(1)
+    assert scale.exponent([10, 100], [1, 10]) == pytest.approx(1)
+
+
+def test_exponents_have_names() -> None:
+    assert scale.growth(0.02) == scale.growth(-0.02) == "constant"
+    assert scale.growth(0.968) == "n^0.97"
+    assert scale.growth(2) == "n^2.00"
+
+
+@pytest.mark.parametrize("name", scale.CURVES)
+def test_each_curve_runs_at_its_smallest(name: str) -> None:
+    curve = scale.CURVES[name]
+    smallest = {"bytes": 1 << 12, "ranks": 2}.get(curve.grows_in, curve.sizes[0])
+    if name in ("step", "step-calls", "plan"):
+        smallest = 8
+    assert curve.cost(smallest) > 0
+    assert list(curve.sizes) == sorted(curve.sizes)
+
+
+def test_all_ranks_issue_the_same_collectives_whatever_they_skip() -> None:
+    proof = order.prove(256)
+    assert not proof.apart
+    assert proof.behaviors > 100
+    assert proof.collectives > 100
+
+
+def test_a_rank_that_differs_is_noticed() -> None:
+    def behavior(rank: int) -> order.Behavior:
+        own = order.drawn(rank)
+        return own._replace(skips=(frozenset({3}),)) if rank == 77 else own  # not skip-tolerant
+
+    ((rank, where),) = order.prove(128, behavior).apart
+    assert rank == 77
+    assert "unshard 5, expected unshard 3" in where
+
+
+def test_a_rank_in_the_order_of_another_stage_is_noticed() -> None:
+    programs = {stage: order.collectives(order.Behavior(stage, (frozenset(),))) for stage in (0, 3)}
+    assert programs[0] != programs[3]
