@@ -203,7 +203,7 @@ def load(world: int) -> float:
         return seconds(run)
 
 
-def _root(count: int, cost: Callable[[Path], float]) -> float:
+def at_root(count: int, cost: Callable[[Path], float]) -> float:
     """Return a cost in a folder of so many checkpoints of 8 ranks."""
     with tempfile.TemporaryDirectory() as folder:
         for step in range(1, count + 1):
@@ -218,12 +218,12 @@ def _root(count: int, cost: Callable[[Path], float]) -> float:
 
 def list_root(count: int) -> float:
     """Return the time to list so many checkpoints."""
-    return _root(count, lambda root: seconds(lambda: list_checkpoints(root)))
+    return at_root(count, lambda root: seconds(lambda: list_checkpoints(root)))
 
 
 def latest(count: int) -> float:
     """Return the time to find the newest of so many checkpoints."""
-    return _root(count, lambda root: seconds(lambda: fullshard.checkpoint.latest(root)))
+    return at_root(count, lambda root: seconds(lambda: fullshard.checkpoint.latest(root)))
 
 
 # the store, text, traces

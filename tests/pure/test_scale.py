@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from bench import order, scale
+from bench import costs, order, scale
+from fullshard.checkpoint import latest, list_checkpoints
+from fullshard.checkpoint.folders import numbered
+from fullshard.checkpoint.manifest import MANIFEST, Manifest
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
@@ -56,3 +61,35 @@ def test_a_rank_that_differs_is_noticed() -> None:
 def test_a_rank_in_the_order_of_another_stage_is_noticed() -> None:
     programs = {stage: order.collectives(order.Behavior(stage, (frozenset(),))) for stage in (0, 3)}
     assert programs[0] != programs[3]
+
+
+def test_the_newest_checkpoint_is_found_by_opening_one_manifest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[int] = []
+    read = Manifest.from_json
+
+    def count(data: bytes) -> Manifest:
+        opened.append(len(data))
+        return read(data)
+
+    monkeypatch.setattr(Manifest, "from_json", count)
+    monkeypatch.setattr(costs, "TENSORS", 3)
+
+    def look(root: Path) -> float:
+        assert [(one.step, one.name, one.time) for one in numbered(root)] == [
+            (step, f"step-{step:06}", 1e9 + step) for step in range(1, 21)
+        ]
+        assert not opened
+        assert latest(root) == root / "step-000020"
+        assert len(opened) == 1
+        assert len({one.digest for one in numbered(root)}) == 20
+        (root / "step-000020" / MANIFEST).write_text("{}")
+        (root / "step-000019" / "rank-00003.safetensors").unlink()
+        text = (root / "step-000018" / MANIFEST).read_bytes()
+        (root / "step-000018" / MANIFEST).write_bytes(text.replace(b"blocks.0", b"blocks.9"))
+        opened.clear()
+        assert latest(root) == root / "step-000017" == list_checkpoints(root)[-1].path
+        return len(opened)
+
+    assert costs.at_root(20, look) == 3 + 20 - 1 + 1

@@ -30,6 +30,9 @@ UNFINISHED = ".unfinished-"
 DAMAGED = ".damaged-"
 REPLACED = ".replaced-"
 _NUMBERED = re.compile(r"step-([0-9]+)")
+_HEAD = re.compile(rb'\{"format":"[^"]*","version":[0-9]+,"step":(-?[0-9]+),"time":([-+0-9.e]+),')
+_TAIL = re.compile(rb',"digest":"([0-9a-f]{32})"\}\n\Z')
+_HEAD_NBYTES, _TAIL_NBYTES = 256, 64
 
 
 class TensorInfo(NamedTuple):
@@ -107,8 +110,13 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     Of checkpoints of one step it is the one with the latest time. The file ``latest`` is for other
     programs: it is written later, and a job may be killed before.
     """
-    complete = list_checkpoints(root)
-    return complete[-1].path if complete else None
+    found = []
+    for path in _folders(Path(root)):
+        heading = _heading(path)
+        if heading is not None:
+            found.append((heading.step, heading.time, path))
+    found.sort(key=lambda one: one[:2])
+    return next((path for *_, path in reversed(found) if complete(path) is not None), None)
 
 
 def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
@@ -265,7 +273,7 @@ class Numbered(NamedTuple):
         step: the number in its name.
         time: when its checkpoint was written, or the folder if it has no manifest.
         name: of the folder.
-        digest: of the manifest; empty if it cannot be read.
+        digest: that the manifest ends with; empty if there is none.
     """
 
     step: int
@@ -304,12 +312,33 @@ def contained(root: Path) -> list[tuple[int, float, str, int, list[int]]]:
     return found
 
 
-def _numbered(path: Path, step: int) -> Numbered:
+class _Heading(NamedTuple):
+    step: int
+    time: float
+    digest: str
+
+
+def _heading(path: Path) -> _Heading | None:
+    """Return the ends of the manifest in folder ``path``; None if it cannot have been written so.
+
+    The time does not grow with the size of the manifest. The rest of it may be damaged.
+    """
     try:
-        text = (path / MANIFEST).read_bytes()
-        return Numbered(step, Manifest.from_json(text).time, path.name, digest_in(text))
-    except (CheckpointError, OSError):
-        pass
+        with (path / MANIFEST).open("rb") as file:
+            head = _HEAD.match(file.read(_HEAD_NBYTES))
+            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_NBYTES, 0))
+            tail = _TAIL.search(file.read())
+        if head is None or tail is None:
+            return None
+        return _Heading(int(head[1]), float(head[2]), tail[1].decode())
+    except (OSError, ValueError):
+        return None
+
+
+def _numbered(path: Path, step: int) -> Numbered:
+    heading = _heading(path)
+    if heading is not None:
+        return Numbered(step, heading.time, path.name, heading.digest)
     try:
         return Numbered(step, path.stat().st_mtime, path.name, "")
     except OSError:  # it is gone, say

@@ -63,13 +63,13 @@ class FinishedRun:
             for one in (path, self.run.best / path.name):
                 with suppress(CheckpointError):
                     return inspect(one).path
-        there = [info.path for info in list_checkpoints(self.run.checkpoints)]
-        if not there:
+        newest = self.run.newest_checkpoint()
+        if newest is None:
             raise ConfigError(f"{self.run.path} holds no complete checkpoint")
         if step is not None:
-            names = ", ".join(path.name for path in there)
+            names = ", ".join(info.path.name for info in list_checkpoints(self.run.checkpoints))
             raise ConfigError(f"--step {step}: there is no such checkpoint, but {names}")
-        return there[-1]
+        return newest
 
     def export(self, checkpoint: Path, folder: Path, dtype: SaveDtype | None) -> None:
         """Write the model of a checkpoint, or its adapters, as ``--export`` does.
