@@ -141,7 +141,8 @@ def plan(world: int) -> float:
 # checkpoints
 
 
-def _manifest(world: int, first: FileInfo | None = None, *, step: int = 1) -> Manifest:
+def manifest_of(world: int, first: FileInfo | None = None, *, step: int = 1) -> Manifest:
+    """Return the manifest of a checkpoint of ``TENSORS`` tensors, each cut into rows."""
     grid = Grid((world,), tuple(range(world)))
     tensors = {
         f"model/blocks.{n}.weight": TensorEntry("float32", (world, 16), grid, (Shard(0),), 0)
@@ -157,7 +158,7 @@ def _manifest(world: int, first: FileInfo | None = None, *, step: int = 1) -> Ma
 
 def describe(world: int) -> float:
     """Return the time to write and read a manifest, and to describe the checkpoint."""
-    manifest = _manifest(world)
+    manifest = manifest_of(world)
     return seconds(lambda: described(Path(), Manifest.from_json(manifest.to_json())))
 
 
@@ -171,7 +172,7 @@ def _stored(world: int) -> Iterator[tuple[Path, Manifest]]:
             for name in parts:
                 file.put(name, 0, torch.zeros(64, dtype=torch.uint8))
             nbytes, digest = file.finish()
-        yield Path(folder), _manifest(world, FileInfo(path.name, 0, nbytes, digest, 0))
+        yield Path(folder), manifest_of(world, FileInfo(path.name, 0, nbytes, digest, 0))
 
 
 def verify(world: int) -> float:
@@ -209,7 +210,7 @@ def at_root(count: int, cost: Callable[[Path], float]) -> float:
         for step in range(1, count + 1):
             path = Path(folder) / f"step-{step:06}"
             path.mkdir()
-            manifest = _manifest(8, step=step)
+            manifest = manifest_of(8, step=step)
             for file in manifest.files:
                 (path / file.name).touch()
             (path / MANIFEST).write_bytes(manifest.to_json())

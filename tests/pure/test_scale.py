@@ -9,7 +9,7 @@ import pytest
 from bench import costs, order, scale
 from fullshard.checkpoint import latest, list_checkpoints
 from fullshard.checkpoint.folders import numbered
-from fullshard.checkpoint.manifest import MANIFEST, Manifest
+from fullshard.checkpoint.manifest import MANIFEST, Contents, Manifest
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
@@ -93,3 +93,23 @@ def test_the_newest_checkpoint_is_found_by_opening_one_manifest(
         return len(opened)
 
     assert costs.at_root(20, look) == 3 + 20 - 1 + 1
+
+
+def test_tensors_of_the_same_ranks_share_the_set_of_these_ranks() -> None:
+    manifest = costs.manifest_of(64)
+    assert len({id(ranks) for held in manifest._held.values() for _, ranks in held}) == 1
+
+
+def test_tensors_that_some_contents_share_have_the_ranks_of_all() -> None:
+    whole = costs.manifest_of(6)
+    (one, values), names = whole.contents[0], whole.names()
+    parts = [
+        {n: one[n] for n in names[:2]},
+        {n: one[n] for n in names[1:3]},
+        {names[1]: one[names[1]]},
+    ]
+    files = [file._replace(contents=file.rank // 2) for file in whole.files]
+    contents = [Contents(part, values) for part in parts]
+    manifest = Manifest(1, 1.0, {}, contents, files, None)
+    ranks = {name: held[0][1] for name, held in manifest._held.items()}
+    assert ranks == {names[0]: {0, 1}, names[1]: {0, 1, 2, 3, 4, 5}, names[2]: {2, 3}}

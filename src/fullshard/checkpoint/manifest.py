@@ -147,19 +147,26 @@ class Manifest:
 
     @cached_property
     def _held(self) -> dict[str, list[tuple[TensorEntry, set[int]]]]:
-        """The different entries of each tensor, and the ranks that have them."""
-        ranks: list[list[int]] = [[] for _ in self.contents]
+        """The different entries of each tensor, and the ranks that have them.
+
+        Tensors of the same ranks share one set: a set for each would be tensors times ranks.
+        """
+        ranks: list[set[int]] = [set() for _ in self.contents]
         for file in self.files:
-            ranks[file.contents].append(file.rank)
+            ranks[file.contents].add(file.rank)
+        own: set[int] = set()  # identities of sets that belong to one tensor
         found: dict[str, list[tuple[TensorEntry, set[int]]]] = {}
         for contents, those in zip(self.contents, ranks, strict=True):
             for name, entry in contents.tensors.items():
                 held = found.setdefault(name, [])
-                equal = next((its for other, its in held if other == entry), None)
-                if equal is None:
-                    held.append((entry, set(those)))
-                else:
-                    equal.update(those)
+                at = next((n for n, (other, _) in enumerate(held) if other == entry), None)
+                if at is None:
+                    held.append((entry, those))
+                    continue
+                if id(held[at][1]) not in own:
+                    held[at] = (entry, set(held[at][1]))
+                    own.add(id(held[at][1]))
+                held[at][1].update(those)
         return found
 
     def __contains__(self, name: str) -> bool:
