@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -58,7 +59,7 @@ class _Nowhere:
         pass
 
 
-class _Logged:
+class _Logged(ABC):
     """A tracker that is closed at the end of the run, and whose failure does not end the run."""
 
     _has_failed = False
@@ -86,11 +87,13 @@ class _Logged:
         if not self._has_failed:
             self._close(failed=kind is not None)
 
+    @abstractmethod
     def _write(self, step: int, values: Mapping[str, float]) -> None:
-        raise NotImplementedError
+        """Log the figures of one step."""
 
+    @abstractmethod
     def _close(self, *, failed: bool) -> None:
-        raise NotImplementedError
+        """End the tracker's run."""
 
 
 class _TensorBoard(_Logged):
@@ -160,7 +163,7 @@ def tracker_of(
     """
     if config.log is LogTo.NONE or not enabled:
         return nullcontext(_Nowhere())
-    kinds = {
+    kinds: dict[LogTo, Callable[[TrainConfig, int], _Logged]] = {
         LogTo.TENSORBOARD: _TensorBoard,
         LogTo.WANDB: _WeightsAndBiases,
         LogTo.MLFLOW: _MLflow,
