@@ -314,7 +314,7 @@ class Unit:
 
 
 class Retained:
-    """The units whose unsharded memory is kept for graphs that we do not see, see ``Op.RETAIN``."""
+    """The units whose unsharded memory is kept for a graph that may read it, see ``Op.RETAIN``."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._residents = scheduler.residents
@@ -329,10 +329,11 @@ class Retained:
         self._units[unit] = self._residents.generation
 
     def free(self, *, at_once: bool = False) -> None:
-        """Free the memory of units that are sharded now, once no graph can read it.
+        """Free the memory of each sharded unit if no graph can read it.
 
-        That is so if nothing but the unit refers to the parameters or to their memory. The memory
-        of old weights is freed in any case, and with ``at_once`` all of it.
+        No graph can read the memory if only the unit refers to its unsharded parameters and to
+        their memory. If the weights have changed since, or with ``at_once``, the memory is freed
+        in any case.
         """
         for unit, generation in tuple(self._units.items()):
             is_old = at_once or generation != self._residents.generation

@@ -41,7 +41,7 @@ class Unsharded(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start the all-gather, for a refresh into memory that is already allocated."""
+        """Start the all-gather; if memory is still allocated, write the new values to it."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -67,7 +67,10 @@ class Unsharded(ABC):
         return []
 
     def takes(self, shards: Shards) -> bool:
-        """Gather from ``shards`` from now on, alike in kind; return False if that cannot be."""
+        """Gather from ``shards`` from now on; return False if a new object is needed instead.
+
+        ``shards`` have the device and dtype of the old ones.
+        """
         return False
 
 
