@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from fullshard.compat import patch
 from tests.ranks.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -140,18 +141,30 @@ fully_shard(model["block"])
 def run_block(source: str) -> str:
     """Run a block on this rank, and return what it prints."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    with redirect_stdout(StringIO()) as printed:
-        exec(compile(source, "block", "exec"), names)
+    try:
+        with redirect_stdout(StringIO()) as printed:
+            exec(compile(source, "block", "exec"), names)
+    finally:
+        while patch._patched is not None:  # a patch that stays would reach the tests that follow
+            patch._patched.wanted_by[-1].undo()
     return printed.getvalue()
+
+
+def is_patched() -> bool:
+    return patch._patched is not None
+
+
+def test_a_page_that_patches_pytorch_leaves_no_patch(pool: RankPool) -> None:
+    pool.run(2, run_block, "from fullshard.compat import patch_torch\npatch_torch()\npatch_torch()")
+    assert pool.run(2, is_patched) == [False, False]
 
 
 @pytest.mark.parametrize("block", HERE, ids=lambda one: f"{one.page} {one.number}")
 def test_a_block_of_a_page_runs(block: Block, pool: RankPool) -> None:
     before = EVERYWHERE + BEFORE.get(f"{block.page} {block.number}", "")
-    after = "\npatch_torch().undo()\n" if block.page == "compat.md" else ""
     if "torchao" in block.source:
         pytest.importorskip("torchao")
-    first, second = pool.run(2, run_block, before + block.source + after)
+    first, second = pool.run(2, run_block, before + block.source)
     assert first == second
     if block.printed:
         assert first == block.printed
