@@ -20,7 +20,7 @@ def address(site: Path, page: str) -> str:
 def test_the_first_screen_answers(site: Path, browser: Browser) -> None:
     browser.open(address(site, "index"))
     assert browser.evaluate("document.title") == f"fullshard {fullshard.__version__}"
-    for words in ("Is it faster", "Is it smaller", "Is it safer", "On GPUs"):
+    for words in ("Is it faster", "less memory", "Is it safer", "Does it work on GPUs"):
         place = (
             f"[...document.querySelectorAll('strong')].find(x => x.innerText.includes('{words}'))"
         )
