@@ -77,6 +77,24 @@ def test_shards_are_at_least_as_long_as_the_best_order_needs(
     assert ragged.shard_numel_bound(params, world, align) <= optimum
 
 
+def test_few_small_units_have_longer_shards_than_the_best_order() -> None:
+    """Of 400 at random, one to four parameters each: 13, by a seventh at most."""
+    draw = random.Random(0)
+    excess = []
+    for _ in range(400):
+        items: list[Item] = []
+        for _ in range(draw.randint(1, 4)):
+            numel = draw.randint(1, 12)
+            items.append((numel, min(numel, draw.choice([1, 2, 3, 4, numel]))))
+        world = draw.randint(1, 3)
+        params, blocks = case_of(*items)
+        found = ragged_of(blocks).build(params, world, 1).shard_numel
+        excess.append(found / shortest(items, world, 1))
+    assert min(excess) >= 1
+    assert sum(one > 1 for one in excess) <= 13
+    assert max(excess) <= 8 / 7
+
+
 # What holds of every plan
 
 

@@ -46,12 +46,13 @@ class Checkpointer:
         keep: keep this many checkpoints. Only those count that were read back and found intact,
             which happens once before any other is removed. None: remove none.
         copies: each machine has a folder ``root`` of its own, such as one in its memory, in
-            ``/dev/shm``. Files of its ranks are there, and copies on so many machines in all, as
-            far as there are. What was saved can be loaded as long as each file is left on one.
-        mode, budget_nbytes: as for ``save``; with "async" old checkpoints are read back and removed
-            beside the training, too, and the memory of copies is kept for the next save.
-        frozen: whether to save parameters that require no gradient. False leaves them out, as the
-            program reads them elsewhere; loading such a checkpoint leaves them as they are.
+            ``/dev/shm``. That folder has the files of the machine's ranks. Each file is on so many
+            machines, if there are that many. A checkpoint can be loaded while each of its files
+            is left on one machine.
+        mode, budget_nbytes: as for ``save``. With "async", old checkpoints are also read back and
+            removed beside the training, and the memory of copies is kept for the next save.
+        frozen: whether to save parameters that require no gradient. False leaves them out, for a
+            program that reads them elsewhere; loading such a checkpoint does not change them.
 
     Raises:
         ConfigError: an argument has no meaning.

@@ -73,10 +73,10 @@ def load_weights(
     """Load safetensors files as ``transformers`` writes them; all ranks must call this.
 
     Each rank reads its own parts, a piece at a time. A model on the meta device gets memory on the
-    device of its mesh first. What files do not have, such as buffers that are not saved, is then
-    initialised, equally on all ranks and with whole parameters: by ``init``, by ``_init_weights``
-    of a model of ``transformers``, by ``peft`` if it is an adapter, else by the
-    ``reset_parameters`` of their modules. What is drawn depends on ``torch.manual_seed`` on the
+    device of its mesh first. Tensors that the files lack, such as buffers that are not saved, are
+    then initialised, equally on all ranks and with full parameters: by ``init``, by
+    ``_init_weights`` of a model of ``transformers``, by ``peft`` for an adapter, else by the
+    ``reset_parameters`` of their modules. Random values depend on ``torch.manual_seed`` on the
     first rank. Layers that have adapters of ``peft`` are found by their names without them.
 
     Args:
@@ -85,8 +85,8 @@ def load_weights(
             names; or such a file itself.
         strict: refuse files that lack tensors of the model, or have others.
         init: called with each module on the meta device that has a tensor the files lack.
-        convert: for names of the model's tensors how they are made of what is stored; one such
-            tensor at a time is whole on each rank.
+        convert: by name, how a tensor of the model is made from stored ones; each rank holds one
+            such tensor in full at a time.
 
     Raises:
         ConfigError: files and model do not fit, with all differences. Nothing was changed, unless

@@ -473,7 +473,7 @@ class Choice:
 def recompute(blocks: Iterable[nn.Module], *, offload: bool = False) -> None:
     """Make each of ``blocks`` recompute its activations in backward, instead of keeping them.
 
-    With ``offload``, what is kept, the inputs of the blocks, lies on the CPU until backward.
+    With ``offload``, the inputs of the blocks stay on the CPU until backward.
     """
     run = _recomputed_from_host if offload else checkpoint
     for block in blocks:
