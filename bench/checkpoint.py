@@ -31,14 +31,14 @@ from torch.optim import AdamW, Optimizer
 import fullshard
 from bench.machine import idle, table
 from bench.models import GPT, Shape
-from fullshard.checkpoint.entry import Grid, TensorEntry
-from fullshard.checkpoint.manifest import (
+from fullshard.checkpoint.format.manifest import (
     Contents,
     FileInfo,
     Manifest,
     contents_from_json,
     contents_to_json,
 )
+from fullshard.checkpoint.format.placement import Grid, TensorEntry
 from fullshard.tensors import RaggedShard
 
 __all__ = ["figures", "report"]

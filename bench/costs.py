@@ -22,19 +22,19 @@ from torch.distributed.tensor import Shard
 import fullshard
 from bench import rounds, schedule
 from bench.models import GPT, Shape
-from fullshard.checkpoint import entry as entries
 from fullshard.checkpoint import list_checkpoints
-from fullshard.checkpoint.datafile import DataFile, FileWriter, LocalFile
-from fullshard.checkpoint.entry import Grid, TensorEntry
-from fullshard.checkpoint.folders import described
-from fullshard.checkpoint.manifest import MANIFEST, Contents, FileInfo, Manifest
-from fullshard.checkpoint.reading import Reader, WantedPart
+from fullshard.checkpoint.format import placement as entries
+from fullshard.checkpoint.format.datafile import DataFile, FileWriter, LocalFile
+from fullshard.checkpoint.format.examine import described
+from fullshard.checkpoint.format.manifest import MANIFEST, Contents, FileInfo, Manifest
+from fullshard.checkpoint.format.placement import Grid, TensorEntry
+from fullshard.checkpoint.loading.read import Reader, WantedPart
 from fullshard.comm.dry import dry_world, mirror_world
 from fullshard.layout import ParamSpec, PerParameter, Ragged, planner
 from fullshard.schedule import Scheduler, UnitState
 from fullshard.trace import rankfile
 from fullshard.trace.report import combine
-from fullshard.train import data
+from fullshard.train.data import text as data
 
 TENSORS = 1000
 TINY = Shape(vocab=64, dim=16, layers=4, heads=2, length=8, batch=1)

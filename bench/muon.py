@@ -26,7 +26,7 @@ from bench.machine import table
 from bench.models import GPT, SHAPES
 from fullshard import fully_shard
 from fullshard.optim import Muon
-from fullshard.optim.whole_muon import WholeMuon
+from fullshard.optim.muon.full import WholeMuon
 
 __all__ = ["figures", "report"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fullshard import checkpoint, errors, optim, wrap
 from fullshard._version import __version__ as __version__
-from fullshard.checkpoint.streaming import stream_params
+from fullshard.checkpoint.weights import stream_params
 from fullshard.comm import AllGather, Comm, ReduceScatter
 from fullshard.engine import (
     CPUOffloadPolicy,

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from fullshard.checkpoint import datafile
+from fullshard.checkpoint.format import datafile
 from fullshard.comm import c10d
 from tests.faults.rows import Fault, Phase, What
 

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
-from fullshard.checkpoint import saving
+from fullshard.checkpoint.saving import saving
 from fullshard.engine import Unit
 from fullshard.engine.reduce import Gradients
 from fullshard.frontend.places import Places

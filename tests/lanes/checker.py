@@ -26,7 +26,7 @@ from fullshard.device.streams import StreamLanes
 from fullshard.device.wires import OnStream
 from fullshard.engine import executor, shard
 from fullshard.engine import spec as bucket_spec
-from fullshard.optim import host_state
+from fullshard.optim import host as host_state
 from tests.lanes.booking import Booking, is_plain
 from tests.lanes.clocks import RaceError, Timeline, Trace
 from tests.lanes.fake import Accelerator

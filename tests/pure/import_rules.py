@@ -6,7 +6,7 @@ Sources are read with ``ast``, never imported; ``test_imports.py`` holds the pac
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,6 +196,34 @@ def _may_import(room: str, target: str, module: str) -> bool:
     if room in PUBLIC_ONLY:
         return module in PUBLIC_MODULES or (room == "cli" and target == "train")
     return target != FACE and ROOMS.index(target) < ROOMS.index(room)
+
+
+def imports_past_a_face(files: Sequence[Source]) -> list[str]:
+    """Imports from inside of another sub-package, or of names that its ``__init__`` does not list.
+
+    ``fullshard.optim.flat`` is a sub-package of the room ``optim``; tests may look inside.
+    """
+    faces = {
+        file.module: set(_listed(file))
+        for file in files
+        if file.path.endswith("__init__.py") and file.module.count(".") == 2
+    }
+    return [
+        complain(file, item.line, f"{item.full_name} is not in the face of {face}")
+        for file in files
+        for item in imports_of(file)
+        for face in faces
+        if is_or_below(item.module, face) and not is_or_below(file.module, face)
+        if item.module != face or item.name not in faces[face]
+    ]
+
+
+def _listed(file: Source) -> list[str]:
+    """Return the names in the file's ``__all__``."""
+    for node in file.tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
 
 
 def imports_of_torch(files: Iterable[Source], rooms: set[str]) -> list[str]:

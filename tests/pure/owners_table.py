@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from fullshard.optim.owners import (
+from fullshard.optim.owned.assign import (
     Matrix,
     OwnedBlock,
     Shape,

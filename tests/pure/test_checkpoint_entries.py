@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from fullshard.checkpoint.entry import Grid, TensorEntry, problem_of
-from fullshard.checkpoint.manifest import Contents, FileInfo, Manifest
+from fullshard.checkpoint.format.manifest import Contents, FileInfo, Manifest
+from fullshard.checkpoint.format.placement import Grid, TensorEntry, problem_of
 from fullshard.layout.region import Region
 from fullshard.tensors import RaggedShard
 

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.checkpoint.datafile import BLOCK_NBYTES
-from fullshard.checkpoint.reading import _LARGEST, _parts_of_ranks, _Run, _shares
+from fullshard.checkpoint.format.datafile import BLOCK_NBYTES
+from fullshard.checkpoint.loading.read import _LARGEST, _parts_of_ranks, _Run, _shares
 
 SIZES = st.integers(1, 9 * BLOCK_NBYTES)
 

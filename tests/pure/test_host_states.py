@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.device.streams import CpuLanes
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
-from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer, host_state
-from fullshard.optim.hosting import fewest
+from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer
+from fullshard.optim import host as host_state
+from fullshard.optim.host import fewest
 from tests.pure.buffers import neighbours, parameters
 from tests.pure.test_optimizer_runs import Restless
 

@@ -15,6 +15,7 @@ from tests.pure.import_rules import (
     import_cycles,
     imports_against_the_order,
     imports_of_torch,
+    imports_past_a_face,
     misplaced_imports,
     package_sources,
     private_names_outside_their_seam,
@@ -69,6 +70,20 @@ def test_an_import_along_the_order_is_allowed(path: str, text: str) -> None:
 
 def test_imports_follow_the_order_of_the_rooms(files: list[Source]) -> None:
     assert imports_against_the_order(files) == []
+
+
+def test_sub_packages_are_imported_by_their_faces(files: list[Source]) -> None:
+    face = source("optim/flat/__init__.py", "from .step import Step\n__all__ = ['Step']")
+    for text in (
+        "from fullshard.optim.flat.step import Step",
+        "from fullshard.optim.flat import step",
+        "import fullshard.optim.flat.step",
+    ):
+        assert len(imports_past_a_face([face, source("optim/a.py", text)])) == 1
+        assert imports_past_a_face([face, source("optim/flat/a.py", text)]) == []
+    user = source("plan/a.py", "from fullshard.optim.flat import Step")
+    assert imports_past_a_face([face, user]) == []
+    assert imports_past_a_face(files) == []
 
 
 def test_layout_and_schedule_import_no_torch(files: list[Source]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim import Muon, ShardedOptimizer
-from fullshard.optim.rule import ParamInfo
+from fullshard.optim.muon.rule import ParamInfo
 from tests.ranks.models import fill
 from tests.ranks.muon import BY_MUON, VOCAB, Model, Reference, backward
 

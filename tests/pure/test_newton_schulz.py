@@ -13,8 +13,8 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.optim.newton_schulz import COEFFICIENTS, orthogonalise
-from fullshard.optim.whole_muon import WholeMuon, matrices_of
+from fullshard.optim.muon.full import WholeMuon, matrices_of
+from fullshard.optim.muon.newton_schulz import COEFFICIENTS, orthogonalise
 from tests.ranks.models import noise
 
 SHAPES = [(16, 16), (8, 24), (24, 8), (3, 5), (33, 65), (1, 7), (7, 1)]
@@ -70,7 +70,7 @@ def test_singular_values_end_near_one() -> None:
 def test_portions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     given = matrices((6, 9), count=7)
     expected = orthogonalise(given)
-    monkeypatch.setattr("fullshard.optim.newton_schulz._MOST_NUMEL", 2 * 6 * 9 + 1)
+    monkeypatch.setattr("fullshard.optim.muon.newton_schulz._MOST_NUMEL", 2 * 6 * 9 + 1)
     assert all(map(torch.equal, orthogonalise(given), expected))
 
 

@@ -15,8 +15,8 @@ from torch.optim.optimizer import (
 
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim import ShardedOptimizer
-from fullshard.optim.states import is_cut, one_for_many
-from fullshard.optim.trial import singles_of
+from fullshard.optim.flat.scalars import is_cut, one_for_many
+from fullshard.optim.probe.elementwise import singles_of
 from tests.pure.buffers import neighbours, parameters
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from fullshard.optim import ShardedOptimizer
-from fullshard.optim.joined import joined
+from fullshard.optim.clip import joined
 from fullshard.tensors import announce_flat
 from tests.pure.buffers import NUMELS, neighbours, parameters
 

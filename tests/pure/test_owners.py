@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
 from fullshard.layout.region import Interval
-from fullshard.optim.grain import LARGE, padded_numel
-from fullshard.optim.owners import (
+from fullshard.optim.owned.assign import (
     SLACK,
     Matrix,
     OwnedBlock,
@@ -22,6 +21,7 @@ from fullshard.optim.owners import (
     pieces_of,
     rounds_of,
 )
+from fullshard.optim.probe.blocks import LARGE, padded_numel
 from tests.pure.owners_table import MODELS, RANKS, row, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"

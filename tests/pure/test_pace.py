@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fullshard.checkpoint.writing import Pace
+from fullshard.checkpoint.saving.write import Pace
 
 
 class Rests(threading.Event):

@@ -19,7 +19,7 @@ from fullshard.comm import collectives_of, mirror_world
 from fullshard.errors import ConfigError
 from fullshard.optim import Muon
 from fullshard.plan import plan
-from fullshard.train.planned import drift
+from fullshard.train.job.planned import drift
 
 
 class Tokens(nn.Module):

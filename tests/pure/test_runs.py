@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.optim.runs import Position, find_runs
+from fullshard.optim.flat.plan import Position, find_runs
 
 numbered = st.builds(Position, st.sampled_from("ab"), st.integers(0, 12))
 unnumbered = st.builds(Position, st.sampled_from("xy"), st.none())

@@ -8,8 +8,8 @@ import pytest
 
 from bench import costs, order, scale
 from fullshard.checkpoint import latest, list_checkpoints
-from fullshard.checkpoint.folders import numbered
-from fullshard.checkpoint.manifest import MANIFEST, Contents, Manifest
+from fullshard.checkpoint.format.examine import numbered
+from fullshard.checkpoint.format.manifest import MANIFEST, Contents, Manifest
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])

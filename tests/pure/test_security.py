@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import checkpoint
-from fullshard.checkpoint.committing import remove, remove_unfinished, write_flushed
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, digest_of
+from fullshard.checkpoint.format.committing import remove, remove_unfinished, write_flushed
+from fullshard.checkpoint.format.manifest import MANIFEST, Manifest, digest_of
 from fullshard.cli import main
 from fullshard.doctor.facts import launch_variables
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.trace import rankfile, report
 from fullshard.trace.summary import summarize
-from fullshard.train import launch
 from fullshard.train.config import TrainConfig
-from fullshard.train.rundir import RunDir
-from fullshard.train.saves import Saves
+from fullshard.train.job import launch
+from fullshard.train.run.folder import RunDir
+from fullshard.train.run.saves import Saves
 from fullshard.train.world import meeting_place
 from tests.pure.import_rules import package_sources
 from tests.pure.test_trace_report import Page
@@ -57,7 +57,10 @@ def call_of(node: ast.AST) -> str:
 
 
 UNPICKLED = {
-    "checkpoint/foreign.py": {"torch.load", "pickle.Unpickler"},  # of what may run nothing
+    "checkpoint/conversion/torch_files.py": {
+        "torch.load",
+        "pickle.Unpickler",
+    },  # nothing of it may run
     "comm/blocking.py": {"dist.all_gather_object", "dist.broadcast_object_list"},  # among ranks
     "comm/mesh.py": {"dist.all_gather_object"},  # among ranks
     "train/world.py": {"dist.all_gather_object"},  # among ranks
@@ -97,8 +100,8 @@ def agreeing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_folder_of_a_model_cannot_run_code(tmp_path: Path, agreeing: list[str]) -> None:
     pytest.importorskip("transformers", reason="the extra hf is not installed")
+    from fullshard.train.data.tokenizer import PretrainedTokenizer
     from fullshard.train.hf import load_hf
-    from fullshard.train.pretrained import PretrainedTokenizer
 
     (tmp_path / "own.py").write_text(CODE + "class Own: pass\n")
     own = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}
@@ -143,9 +146,9 @@ def test_a_chat_template_reaches_no_code(
     tmp_path: Path, reach: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", reason="the extra hf is not installed")
-    from fullshard.train.chats import ChatTokenizer
-    from fullshard.train.documents import Document
-    from fullshard.train.pretrained import PretrainedTokenizer
+    from fullshard.train.data.chats import ChatTokenizer
+    from fullshard.train.data.documents import Document
+    from fullshard.train.data.tokenizer import PretrainedTokenizer
     from tests.pure.test_train_chats import CHATML, write_tokenizer
 
     monkeypatch.chdir(tmp_path)

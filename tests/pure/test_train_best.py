@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 from fullshard import checkpoint
-from fullshard.train.best import BestMark, read_best
-from fullshard.train.rundir import RunDir
+from fullshard.train.run.best import BestMark, read_best
+from fullshard.train.run.folder import RunDir
 
 
 def save(run: RunDir, step: int) -> Path:

@@ -11,11 +11,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fullshard.errors import ConfigError
-from fullshard.train.chats import ChatTokenizer, Sample
-from fullshard.train.data import load_text
-from fullshard.train.documents import Document, split
-from fullshard.train.pretrained import PretrainedTokenizer
-from fullshard.train.rows import IGNORED, Packed
+from fullshard.train.data.chats import ChatTokenizer, Sample
+from fullshard.train.data.documents import Document, split
+from fullshard.train.data.rows import IGNORED, Packed
+from fullshard.train.data.text import load_text
+from fullshard.train.data.tokenizer import PretrainedTokenizer
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 

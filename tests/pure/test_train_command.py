@@ -22,13 +22,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard import checkpoint
 from fullshard.cli import main
-from fullshard.train import launch, worker
 from fullshard.train.architecture import choose_architecture
-from fullshard.train.command import _kinds
 from fullshard.train.config import Dtype, TrainConfig
-from fullshard.train.data import load_text
-from fullshard.train.rundir import Origin, RunDir, describe, read_origin
-from fullshard.train.runlock import RunLock
+from fullshard.train.data.text import load_text
+from fullshard.train.job import launch, worker
+from fullshard.train.job.command import _kinds
+from fullshard.train.run.folder import Origin, RunDir, RunLock, describe, read_origin
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fullshard.train import data, documents, tokenizing, worker
 from fullshard.train.config import TrainConfig
-from fullshard.train.data import RowOrder, load_text
-from fullshard.train.documents import Document, collect, split
-from fullshard.train.rows import Windows
-from fullshard.train.tokenizing import END, train_tokenizer
+from fullshard.train.data import documents, tokenizing
+from fullshard.train.data import text as data
+from fullshard.train.data.documents import Document, collect, split
+from fullshard.train.data.rows import Windows
+from fullshard.train.data.text import RowOrder, load_text
+from fullshard.train.data.tokenizing import END, train_tokenizer
+from fullshard.train.job import worker
 
 TEXT = "def add(left, right):\n    return left + right  # naïve, 中文 and 🙂\n\n"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.train.documents import Document, collect
+from fullshard.train.data.documents import Document, collect
 
 TEXT = "def add(left, right):\n    return left + right  # naïve, 中文 and 🙂\n"
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from fullshard import checkpoint
 from fullshard.cli import main
-from fullshard.train import command, launch
 from fullshard.train.config import TrainConfig
-from fullshard.train.data import load_text
-from fullshard.train.rundir import RunDir, describe
+from fullshard.train.data.text import load_text
+from fullshard.train.job import command, launch
+from fullshard.train.run.folder import RunDir, describe
 from fullshard.train.world import local_rank
 
 LLAMA = {

@@ -24,7 +24,6 @@ from fullshard.train.config import (
     default_lr,
 )
 from fullshard.train.evaluation import label_losses
-from fullshard.train.metrics import MetricsFile, StepRecord, drop_after, read_metrics
 from fullshard.train.model import GPT
 from fullshard.train.optimizer import (
     build_optimizer,
@@ -33,7 +32,8 @@ from fullshard.train.optimizer import (
     set_learning_rate,
     set_options,
 )
-from fullshard.train.rundir import RunDir
+from fullshard.train.run.folder import RunDir
+from fullshard.train.run.metrics import MetricsFile, StepRecord, drop_after, read_metrics
 
 TINY = ModelConfig(dim=16, num_layers=2, num_heads=2, ffn_dim=32, vocab_size=50, lr=1e-3)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from fullshard.train.config import TrainConfig
-from fullshard.train.patience import HeldOut
+from fullshard.train.run.patience import HeldOut
 
 
 def nums_worse(losses: list[float]) -> list[int]:

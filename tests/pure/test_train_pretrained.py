@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
 from fullshard.errors import ConfigError
-from fullshard.train.data import load_text
-from fullshard.train.pretrained import PretrainedTokenizer
+from fullshard.train.data.text import load_text
+from fullshard.train.data.tokenizer import PretrainedTokenizer
 from tests.pure.test_train_chats import (
     CHATML,
     MARKED,

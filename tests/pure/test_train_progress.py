@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from fullshard.train.metrics import StepRecord
-from fullshard.train.progress import Reporter, plain_console
+from fullshard.train.run.metrics import StepRecord
+from fullshard.train.run.progress import Reporter, plain_console
 
 
 def record(step: int, **changes: float) -> StepRecord:

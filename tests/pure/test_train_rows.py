@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.train.rows import IGNORED, Packed, pack
+from fullshard.train.data.rows import IGNORED, Packed, pack
 
 
 def packed(lengths: list[int], learned: list[bool], seq: int) -> Packed:

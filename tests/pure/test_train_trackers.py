@@ -11,8 +11,8 @@ import pytest
 
 from fullshard.errors import ConfigError
 from fullshard.train.config import LogTo, TrainConfig
-from fullshard.train.rundir import RunDir
-from fullshard.train.trackers import check_tracker, tracker_of
+from fullshard.train.run.folder import RunDir
+from fullshard.train.run.trackers import check_tracker, tracker_of
 
 FIGURES = [(1, {"loss": 2.5, "lr": 0.1}), (2, {"loss": 2.0, "lr": 0.2})]
 

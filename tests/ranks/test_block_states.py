@@ -18,7 +18,7 @@ from fullshard import Ragged, checkpoint, fully_shard
 from fullshard.comm.shared import Shared
 from fullshard.errors import UnsupportedError
 from fullshard.optim import OwnedOptimizer, ShardedOptimizer, clip_grad_norm_
-from fullshard.optim.wrapped import unwrapped
+from fullshard.optim.probe.subclasses import unwrapped
 from tests.ranks.block_states import CodedMomentum, Net, kind_of, kinds
 from tests.ranks.models import full_parameters, noise
 from tests.ranks.pool import RankPool

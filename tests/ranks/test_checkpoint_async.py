@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import checkpoint, unshard_params
-from fullshard.checkpoint import writing
-from fullshard.checkpoint.datafile import FileWriter
-from fullshard.checkpoint.pending import await_save
+from fullshard.checkpoint.format.datafile import FileWriter
+from fullshard.checkpoint.saving import write as writing
+from fullshard.checkpoint.saving.pending import await_save
 from fullshard.device import host_tensor
 from fullshard.errors import (
     CheckpointError,

@@ -23,10 +23,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import checkpoint, fully_shard
-from fullshard.checkpoint import committing, datafile, saving
-from fullshard.checkpoint.collecting import collected
-from fullshard.checkpoint.manifest import MANIFEST, digest_of
-from fullshard.checkpoint.saving import save_collected
+from fullshard.checkpoint.format import committing, datafile
+from fullshard.checkpoint.format.manifest import MANIFEST, digest_of
+from fullshard.checkpoint.saving import saving
+from fullshard.checkpoint.saving.collect import collected
+from fullshard.checkpoint.saving.saving import save_collected
 from fullshard.comm import council, heartbeat
 from fullshard.comm.council import Council
 from fullshard.errors import (
@@ -672,7 +673,7 @@ def test_what_was_intact_once_is_read_again_when_it_is_new(tmp_path: Path) -> No
             zeros(unfinished / DATA)
             seal(unfinished, *rest)
 
-        patch.setattr("fullshard.checkpoint.saving.seal", damaging)
+        patch.setattr("fullshard.checkpoint.saving.saving.seal", damaging)
         checkpointer.save(model, optimizer, step=2)
     assert checkpointer.path(1).exists()
     checkpoint.verify(checkpointer.path(1))

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fullshard import FullyShardedDataParallel, Ragged, checkpoint, fully_shard
-from fullshard.checkpoint.reading import Reader
+from fullshard.checkpoint.loading.read import Reader
 from tests.ranks.models import noise
 from tests.ranks.pool import RankPool
 

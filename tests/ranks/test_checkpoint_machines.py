@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import checkpoint
-from fullshard.checkpoint import Checkpointer, machines, peers
-from fullshard.checkpoint.manifest import MANIFEST
-from fullshard.checkpoint.saving import save_collected
+from fullshard.checkpoint import Checkpointer
+from fullshard.checkpoint.format.manifest import MANIFEST
+from fullshard.checkpoint.saving.saving import save_collected
+from fullshard.checkpoint.stores import machines, peers
 from fullshard.errors import CheckpointError, ConfigError
 from tests.ranks.models import noise
 from tests.ranks.pool import RankPool
@@ -224,15 +225,15 @@ def fails(roots: Sequence[Path], where: str) -> str:
         if dist.get_rank() == 3 and where == "copying":
             patch.setattr(machines, "copy", raises_full)
         if dist.get_rank() == 2 and where == "renaming":
-            patch.setattr("fullshard.checkpoint.committing.publish", raises_full)
+            patch.setattr("fullshard.checkpoint.format.committing.publish", raises_full)
         if dist.get_rank() == 2 and where == "describing":
-            patch.setattr("fullshard.checkpoint.saving.seal", raises_full)
+            patch.setattr("fullshard.checkpoint.saving.saving.seal", raises_full)
         if dist.get_rank() == 2 and where == "serving":
             patch.setattr(machines, "Server", raises_full)
         if dist.get_rank() == 2 and where == "sending":
             patch.setattr(socket.socket, "sendfile", raises_full)
         if dist.get_rank() == 3 and where == "writing":
-            patch.setattr("fullshard.checkpoint.writing.Writing.run", raises_full)
+            patch.setattr("fullshard.checkpoint.saving.saving.write.Writing.run", raises_full)
         with pytest.raises(CheckpointError) as caught:
             checkpointer.save(model, optimizer, step=2)
     dist.barrier()  # the first rank of each machine removes what is there

@@ -15,14 +15,9 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 
 from fullshard import FullyShardedDataParallel, PerParameter, Ragged, checkpoint, fully_shard
-from fullshard.optim import (
-    ShardedGradScaler,
-    ShardedOptimizer,
-    StepGuard,
-    clip_grad_norm_,
-    hosting,
-)
-from fullshard.optim.host_state import HostCopies
+from fullshard.optim import ShardedGradScaler, ShardedOptimizer, StepGuard, clip_grad_norm_
+from fullshard.optim import host as hosting
+from fullshard.optim.host import HostCopies
 from tests.ranks import (
     test_checkpoint_async,
     test_optimizer_mesh,

@@ -24,7 +24,7 @@ from fullshard.comm.shared import Shared
 from fullshard.errors import ConfigError, PeerError, UnsupportedError
 from fullshard.layout.region import whole as all_of
 from fullshard.optim import OwnedOptimizer, ShardedGradScaler, StepGuard, clip_grad_norm_
-from fullshard.optim.spread_param import Ranks, spread_param_of
+from fullshard.optim.owned.assign import Ranks, spread_param_of
 from fullshard.tensors import local_part, shown_like
 from tests.ranks.models import fill, full_parameters, ids, noise
 from tests.ranks.pool import RankPool

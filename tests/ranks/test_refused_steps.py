@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fullshard.engine import steps
 from fullshard.errors import ConfigError, FullshardError, TornStepError, UnsupportedError
-from fullshard.optim.stepper import Stepper
+from fullshard.optim.flat.step import Stepper
 from tests.ranks.models import full_parameters
 from tests.ranks.pool import RankPool
 from tests.ranks.test_autograd_failures import Trouble

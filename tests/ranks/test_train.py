@@ -20,8 +20,7 @@ import pytest
 from fullshard import checkpoint
 from fullshard.cli import main
 from fullshard.train.config import TrainConfig
-from fullshard.train.rundir import RunDir
-from fullshard.train.runlock import RunLock
+from fullshard.train.run.folder import RunDir, RunLock
 from tests.ranks.train_shell import (
     LOOPBACK,
     Outcome,

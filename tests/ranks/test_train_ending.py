@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.train.best import read_best
 from fullshard.train.config import TrainConfig
-from fullshard.train.rundir import RunDir
+from fullshard.train.run.best import read_best
+from fullshard.train.run.folder import RunDir
 from tests.ranks.train_shell import Outcome, Shell, torchrun
 
 # The learning rate is far too high, so the held-out loss rises after the warm-up.

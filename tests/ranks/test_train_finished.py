@@ -16,10 +16,10 @@ from fullshard import checkpoint
 from fullshard.cli import main
 from fullshard.train.architecture import choose_architecture, load_text_for, next_token_logits
 from fullshard.train.config import SIZES, SaveDtype, TrainConfig
-from fullshard.train.export import export
+from fullshard.train.job.export import export
 from fullshard.train.loop import Trainer
 from fullshard.train.model import GPT
-from fullshard.train.rundir import RunDir
+from fullshard.train.run.folder import RunDir
 from fullshard.train.world import World
 from tests.pure.test_train_chats import write_chats
 from tests.pure.test_train_chats import write_tokenizer as write_chat_tokenizer

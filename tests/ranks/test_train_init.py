@@ -19,11 +19,11 @@ from fullshard.optim import clip_grad_norm_
 from fullshard.tensors import find_tensors
 from fullshard.train.architecture import choose_architecture, load_text_for
 from fullshard.train.config import Dtype, TrainConfig
-from fullshard.train.data import RowOrder
+from fullshard.train.data.text import RowOrder
+from fullshard.train.job.prepare import prepare
 from fullshard.train.loop import Trainer
 from fullshard.train.optimizer import build_optimizer, learning_rate
-from fullshard.train.prepare import prepare
-from fullshard.train.rundir import RunDir
+from fullshard.train.run.folder import RunDir
 from fullshard.train.world import World
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import Shell

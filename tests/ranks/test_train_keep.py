@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import Life, checkpoint, fully_shard
-from fullshard.checkpoint import committing
+from fullshard.checkpoint.format import committing
 from fullshard.errors import CheckpointError
-from fullshard.train.best import read_best
 from fullshard.train.config import TrainConfig
-from fullshard.train.rundir import RunDir
-from fullshard.train.saves import Saves
+from fullshard.train.run.best import read_best
+from fullshard.train.run.folder import RunDir
+from fullshard.train.run.saves import Saves
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import FROM_A_LAUNCHER
 

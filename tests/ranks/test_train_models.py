@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import TrainConfig
-from fullshard.train.data import load_text
+from fullshard.train.data.text import load_text
 from fullshard.train.evaluation import label_losses
 from fullshard.train.loop import Trainer, build_sharded_model
-from fullshard.train.rundir import RunDir, read_origin
+from fullshard.train.run.folder import RunDir, read_origin
 from fullshard.train.world import World
 from tests.noise import without_noise
 from tests.ranks.pool import RankPool

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard.train.config import LayoutName, OptimizerName, TrainConfig
-from fullshard.train.data import load_text
+from fullshard.train.data.text import load_text
 from fullshard.train.loop import train
-from fullshard.train.metrics import read_metrics
-from fullshard.train.rundir import RunDir
+from fullshard.train.run.folder import RunDir
+from fullshard.train.run.metrics import read_metrics
 from fullshard.train.world import World
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import Shell

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from fullshard.train.rundir import RunDir
+from fullshard.train.run.folder import RunDir
 from tests.ranks.train_shell import (
     LOOPBACK,
     Outcome,

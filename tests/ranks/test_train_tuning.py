@@ -24,13 +24,13 @@ from fullshard.tensors import local_part
 from fullshard.train import loop
 from fullshard.train.architecture import choose_architecture, load_text_for
 from fullshard.train.config import Dtype, LayoutName, Quantize, TrainConfig
-from fullshard.train.data import RowOrder, TokenizedText
-from fullshard.train.export import export
-from fullshard.train.finished import FinishedRun
+from fullshard.train.data.text import RowOrder, TokenizedText
+from fullshard.train.job.export import export
+from fullshard.train.job.finished import FinishedRun
+from fullshard.train.job.prepare import prepare
 from fullshard.train.loop import Trainer, build_sharded_model
 from fullshard.train.optimizer import build_optimizer, learning_rate
-from fullshard.train.prepare import prepare
-from fullshard.train.rundir import RunDir
+from fullshard.train.run.folder import RunDir
 from fullshard.train.world import World
 from tests.pure.test_train_chats import write_chats
 from tests.pure.test_train_chats import write_tokenizer as write_chat_tokenizer

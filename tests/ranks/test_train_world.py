@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import ConfigError
 from fullshard.train.config import TrainConfig
-from fullshard.train.data import load_text
+from fullshard.train.data.text import load_text
 from fullshard.train.loop import Trainer, train
 from fullshard.train.world import World
 from tests.ranks.pool import RankPool, every_world

@@ -21,8 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard import FullyShardedDataParallel, Ragged, checkpoint
-from fullshard.checkpoint import datafile, exporting, importing
-from fullshard.checkpoint.stored import StoredReader, stored_tensors
+from fullshard.checkpoint.format import datafile
+from fullshard.checkpoint.weights import load as importing
+from fullshard.checkpoint.weights import save as exporting
+from fullshard.checkpoint.weights.names import StoredReader, stored_tensors
 from fullshard.errors import CheckpointError, ConfigError, FullshardError, UnsupportedError
 from tests.ranks.pool import RankPool
 

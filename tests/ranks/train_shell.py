@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from fullshard.train.metrics import read_metrics
-from fullshard.train.rundir import RunDir
+from fullshard.train.run.folder import RunDir
+from fullshard.train.run.metrics import read_metrics
 
 TIMEOUT_S = 300.0  # a start takes about ten seconds
 COMMAND = ("-m", "fullshard.cli", "train")

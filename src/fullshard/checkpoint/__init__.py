@@ -11,11 +11,8 @@ reads the sharded ones, too (load with ``LoadPlanner``).
 
 from __future__ import annotations
 
-from fullshard.checkpoint.checkpointer import Checkpointer, load_newest
-from fullshard.checkpoint.comparing import differences
-from fullshard.checkpoint.converting import convert
-from fullshard.checkpoint.exporting import save_weights
-from fullshard.checkpoint.folders import (
+from fullshard.checkpoint.conversion import convert, differences
+from fullshard.checkpoint.format import (
     CheckpointInfo,
     TensorInfo,
     faults,
@@ -24,23 +21,21 @@ from fullshard.checkpoint.folders import (
     list_checkpoints,
     verify,
 )
-from fullshard.checkpoint.importing import Conversion, LoadedWeights, load_weights
 from fullshard.checkpoint.loading import load
-from fullshard.checkpoint.model import (
+from fullshard.checkpoint.manager import Checkpointer, load_newest
+from fullshard.checkpoint.saving import PendingSave, save
+from fullshard.checkpoint.state import (
+    LoadPlanner,
+    full_optim_state_dict,
     full_state_dict,
+    load_full_optim_state_dict,
     load_full_state_dict,
+    load_sharded_optim_state_dict,
     load_sharded_state_dict,
+    sharded_optim_state_dict,
     sharded_state_dict,
 )
-from fullshard.checkpoint.optimizer import (
-    full_optim_state_dict,
-    load_full_optim_state_dict,
-    load_sharded_optim_state_dict,
-    sharded_optim_state_dict,
-)
-from fullshard.checkpoint.pending import PendingSave
-from fullshard.checkpoint.planner import LoadPlanner
-from fullshard.checkpoint.saving import save
+from fullshard.checkpoint.weights import Conversion, LoadedWeights, load_weights, save_weights
 
 __all__ = [
     "CheckpointInfo",

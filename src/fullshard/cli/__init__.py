@@ -13,8 +13,7 @@ from fullshard.cli.doctor import doctor_command
 from fullshard.cli.planning import plan_command
 from fullshard.cli.runs import export_command, generate_command
 from fullshard.cli.tracing import trace_command
-from fullshard.train.command import run_app, train_command
-from fullshard.train.helping import GroupedCommand, GroupedCommands
+from fullshard.train.job import GroupedCommand, GroupedCommands, run_app, train_command
 
 __all__ = ["app", "main"]
 

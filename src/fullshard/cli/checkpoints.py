@@ -22,9 +22,8 @@ from fullshard.checkpoint import (
 from fullshard.cli.printing import print_json, print_table
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.plan import in_bytes
-from fullshard.train.best import read_best
-from fullshard.train.helping import GroupedCommand, GroupedCommands
-from fullshard.train.rundir import RunDir
+from fullshard.train.job import GroupedCommand, GroupedCommands
+from fullshard.train.run import RunDir, read_best
 
 app = typer.Typer(
     no_args_is_help=True,

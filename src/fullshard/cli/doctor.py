@@ -21,7 +21,7 @@ from fullshard.cli.doctor_tables import print_report
 from fullshard.cli.printing import print_json
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.plan import hardware_from, time_host
-from fullshard.train.launch import default_nproc, start_workers
+from fullshard.train.job import default_nproc, start_workers
 from fullshard.train.world import is_worker, meeting_place, num_local_workers
 
 Show = Callable[[doctor.Report], None]
@@ -78,7 +78,7 @@ def _check_nproc(nproc: int | None) -> None:
 
 
 def _work(show: Show, mesh: str | None, timeout_s: float) -> NoReturn:
-    """Be one rank; end without finalizing the interpreter, as ``train.worker`` does and why."""
+    """Be one rank; end without finalizing the interpreter, as workers of the trainer do."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shape = doctor.mesh_shape(mesh, world)
     try:

@@ -19,10 +19,10 @@ from fullshard import MixedPrecisionPolicy, PerParameter, Ragged, WirePolicy
 from fullshard.errors import ConfigError
 from fullshard.optim import Muon
 from fullshard.plan import PRESETS, Plan, draw_plan, plan
-from fullshard.train import flags
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import HF, SIZES, Dtype, LayoutName, OptimizerName, TrainConfig
-from fullshard.train.planned import plan_of
+from fullshard.train.job import options as flags
+from fullshard.train.job import plan_of
 from fullshard.train.published import PUBLISHED
 
 _LAYOUTS = {LayoutName.PER_PARAMETER: PerParameter(), LayoutName.RAGGED: Ragged()}

@@ -10,7 +10,7 @@ import typer
 
 from fullshard.errors import ConfigError
 from fullshard.train.config import SaveDtype
-from fullshard.train.finished import FinishedRun
+from fullshard.train.job import FinishedRun
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, such as runs/mine.")]
 _Step = Annotated[int | None, typer.Option(help="Checkpoint of this step; default: the newest.")]

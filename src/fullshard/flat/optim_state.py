@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import full_optim_state_dict, sharded_optim_state_dict
-from fullshard.checkpoint.optimizer import (
+from fullshard.checkpoint.state import (
+    Tree,
     full_optim_state,
     optim_state_to_load,
     sharded_optim_state,
 )
-from fullshard.checkpoint.tree import Tree
 from fullshard.errors import AssertedConfigError, ConfigError
 from fullshard.flat.options import (
     FullOptimStateDictConfig,
@@ -29,7 +29,7 @@ from fullshard.flat.options import (
     StateDictType,
 )
 from fullshard.flat.state import settings_of
-from fullshard.optim.groups import Groups, numbered
+from fullshard.optim.inner import Groups, numbered
 from fullshard.tensors.form import clean_name
 
 StateDict = dict[str, Any]

@@ -17,7 +17,7 @@ from fullshard.checkpoint import (
     load_sharded_state_dict,
     sharded_state_dict,
 )
-from fullshard.checkpoint.tree import Tree
+from fullshard.checkpoint.state import Tree
 from fullshard.errors import AssertedConfigError, ProtocolError, UnsupportedError
 from fullshard.flat.lending import warn_of_copies
 from fullshard.flat.options import (

@@ -20,7 +20,7 @@ from fullshard.errors import (
     AssertedProtocolError,
     ProtocolError,
 )
-from fullshard.optim.joined import joined
+from fullshard.optim.clip import joined
 from fullshard.tensors import local_part
 
 

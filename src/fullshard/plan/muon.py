@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.optim import Muon
-from fullshard.optim.rule import MUON, choose
+from fullshard.optim.muon import MUON, choose
 from fullshard.plan.adamw import PlainAdamW
 from fullshard.tensors import local_part
 

@@ -19,9 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import Checkpointer, CheckpointInfo, load_newest
-from fullshard.checkpoint.collecting import Collected, collected
-from fullshard.checkpoint.saving import save_collected
-from fullshard.checkpoint.values import decode, encode
+from fullshard.checkpoint.format import decode, encode
+from fullshard.checkpoint.saving import Collected, collected, save_collected
 from fullshard.comm.text import counted, named_ranks
 from fullshard.errors import (
     CheckpointError,

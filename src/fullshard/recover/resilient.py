@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fullshard import watch
 from fullshard._torch import collectives as _collectives
 from fullshard._torch import world as _world
-from fullshard.checkpoint.pending import await_save
+from fullshard.checkpoint.saving import await_save
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.c10d import drop_transports
 from fullshard.comm.fault_domain import fault_domain

@@ -1,7 +1,7 @@
 """The reference trainer: a language model on text, written with public names only.
 
-Read the modules in this order: ``config`` (the description of a run), ``documents`` and ``data``,
-``architecture`` and ``model``, ``loop`` (shard and step), ``checkpoint``; then ``prepare``,
-``launch`` and ``worker`` (start and end of a job), ``command`` and ``options`` (the command line),
-``progress`` (the display).
+Read ``config`` (the description of a run), ``architecture`` and ``model``, then ``loop``, which
+shards and steps. ``loop`` uses four packages: ``data`` (text and chats as rows of tokens), ``tune``
+(adapters and frozen weights), ``run`` (the folder of a run) and ``job`` (the command line, launcher
+and workers).
 """

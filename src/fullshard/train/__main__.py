@@ -4,8 +4,7 @@ import sys
 
 import typer
 
-from .command import run_app, train_command
-from .helping import GroupedCommand
+from fullshard.train.job import GroupedCommand, run_app, train_command
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 app.command(cls=GroupedCommand)(train_command)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import ConfigError
-
-from .config import HF, SIZES, ModelConfig, TrainConfig
-from .data import LEAST_TOKENS, MOST_TOKENS, TokenizedText, load_text
-from .hf import load_hf, load_published, logits_and_loss
-from .model import GPT
-from .published import PUBLISHED
+from fullshard.train.config import HF, SIZES, ModelConfig, TrainConfig
+from fullshard.train.data import LEAST_TOKENS, MOST_TOKENS, TokenizedText, load_text
+from fullshard.train.hf import load_hf, load_published, logits_and_loss
+from fullshard.train.model import GPT
+from fullshard.train.published import PUBLISHED
 
 
 class Architecture(Protocol):

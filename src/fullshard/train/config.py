@@ -14,8 +14,7 @@ from typing import Any
 
 from fullshard import WirePolicy
 from fullshard.errors import ConfigError
-
-from .published import PUBLISHED
+from fullshard.train.published import PUBLISHED
 
 
 class Dtype(enum.StrEnum):
@@ -113,8 +112,8 @@ def default_lr(model: str, *, tuned: bool = False, lora: bool = False) -> float:
 class TrainConfig:
     """Everything that decides what a run computes.
 
-    Most attributes are options of the command, which ``flags`` describes; of some there is more to
-    say, and some are no options.
+    Most attributes are options of the command, which ``job/options.py`` describes. Below are those
+    with more to say, and those that are no options.
 
     Attributes:
         out: folder for ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and others.

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .architecture import logits_and_added_loss, next_token_logits
-from .config import TrainConfig
-from .data import TokenizedText
-from .rows import IGNORED
-from .world import World
+from fullshard.train.architecture import logits_and_added_loss, next_token_logits
+from fullshard.train.config import TrainConfig
+from fullshard.train.data import IGNORED, TokenizedText
+from fullshard.train.world import World
 
 
 class Evaluation:

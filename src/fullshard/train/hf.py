@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from fullshard import unshard_params
 from fullshard.errors import ConfigError
-
-from .config import HF
-from .published import PUBLISHED
+from fullshard.train.config import HF
+from fullshard.train.published import PUBLISHED
 
 _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),

@@ -19,31 +19,34 @@ import fullshard
 from fullshard.checkpoint import load_weights
 from fullshard.errors import ConfigError, NonFiniteError
 from fullshard.optim import StepGuard
-
-from .adapters import add_adapters
-from .architecture import Architecture, choose_architecture, next_token_logits
-from .config import Dtype, LayoutName, TrainConfig
-from .data import Feed, TokenizedText
-from .evaluation import Evaluation, training_loss
-from .gauges import (
+from fullshard.train.architecture import Architecture, choose_architecture, next_token_logits
+from fullshard.train.config import Dtype, LayoutName, TrainConfig
+from fullshard.train.data import Feed, Packed, TokenizedText
+from fullshard.train.evaluation import Evaluation, training_loss
+from fullshard.train.optimizer import build_optimizer, set_learning_rate, set_options
+from fullshard.train.run import (
+    HeldOut,
+    MetricsFile,
+    Reporter,
+    RunDir,
+    Saves,
+    StepRecord,
+    Stopping,
     begin_wire_check,
+    check_continues,
+    describe,
+    drop_after,
     end_wire_check,
+    origin_of,
     peak_memory_nbytes,
     recording,
     shard_nbytes,
+    stopping,
+    tracker_of,
     waited_s,
 )
-from .metrics import MetricsFile, StepRecord, drop_after
-from .optimizer import build_optimizer, set_learning_rate, set_options
-from .patience import HeldOut
-from .progress import Reporter
-from .quantized import conversions, quantize_linears
-from .rows import Packed
-from .rundir import RunDir, check_continues, describe, origin_of
-from .saves import Saves
-from .stopping import Stopping, stopping
-from .trackers import tracker_of
-from .world import HostRows, World
+from fullshard.train.tune import add_adapters, conversions, quantize_linears
+from fullshard.train.world import HostRows, World
 
 _LAYOUTS: dict[LayoutName, fullshard.PerParameter | fullshard.Ragged] = {
     LayoutName.PER_PARAMETER: fullshard.PerParameter(),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .config import ModelConfig
+from fullshard.train.config import ModelConfig
 
 _ROTARY_BASE = 10_000.0
 

@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from fullshard.optim import Muon, ShardedOptimizer
-
-from .config import LrSchedule, OptimizerName, TrainConfig
+from fullshard.train.config import LrSchedule, OptimizerName, TrainConfig
 
 _DECAY = 0.2  # of all steps, the last ones of ``LrSchedule.WSD``
 

@@ -1,0 +1,52 @@
+"""Compare two checkpoints, however their tensors are cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fullshard.checkpoint.format import Manifest, bytes_of, dtype_of, in_folder, read_manifest
+from fullshard.checkpoint.loading import Reader, WantedPart
+from fullshard.layout.region import whole
+
+
+def differences(
+    path: str | os.PathLike[str], other: str | os.PathLike[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield the names of tensors that differ between two checkpoints, and how.
+
+    Two whole tensors are in memory at a time.
+
+    Raises:
+        CheckpointError: one of the checkpoints is damaged.
+    """
+    paths = (Path(path), Path(other))
+    one, two = map(read_manifest, paths)
+    for name in dict.fromkeys((*one.names(), *two.names())):
+        if name not in one or name not in two:
+            yield name, f"only in {paths[0] if name in one else paths[1]}"
+            continue
+        kinds = [f"{entry.dtype} {entry.shape}" for entry in (one.entry(name), two.entry(name))]
+        if kinds[0] != kinds[1]:
+            yield name, " and ".join(kinds)
+            continue
+        a, b = (whole_tensor(at, its, name) for at, its in zip(paths, (one, two), strict=True))
+        if not torch.equal(bytes_of(a), bytes_of(b)):
+            differ = (bytes_of(a).view(-1, a.itemsize) != bytes_of(b).view(-1, a.itemsize)).any(1)
+            wide = torch.complex128 if a.is_complex() else torch.float64
+            apart = (a[differ].to(wide) - b[differ].to(wide)).abs().max()
+            yield name, f"{int(differ.sum())} elements differ, by {apart:.3g} at most"
+
+
+def whole_tensor(path: Path, manifest: Manifest, name: str) -> Tensor:
+    """Return all of a tensor, flat."""
+    entry = manifest.entry(name)
+    memory = torch.empty(entry.numel, dtype=dtype_of(entry.dtype))
+    wanted = {name: WantedPart(whole(entry.shape), memory)}
+    with Reader(in_folder(path), manifest, wanted) as reader:
+        reader.read([])
+    return memory

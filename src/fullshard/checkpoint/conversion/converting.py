@@ -1,0 +1,262 @@
+"""Convert checkpoints from and to the formats of PyTorch."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from fullshard._version import __version__
+from fullshard.checkpoint.conversion.compare import whole_tensor
+from fullshard.checkpoint.conversion.neutral import EXTRA, WholeCheckpoint, whole_of
+from fullshard.checkpoint.conversion.torch_files import Leaf, is_folder, tree_of
+from fullshard.checkpoint.format import (
+    CHUNK_NBYTES,
+    MANIFEST,
+    UNFINISHED,
+    Contents,
+    FileInfo,
+    FileWriter,
+    Grid,
+    Manifest,
+    TensorEntry,
+    commit,
+    decode,
+    dtype_of,
+    encode,
+    flat_bytes,
+    flush_folder,
+    make_folder,
+    name_of,
+    read_manifest,
+    refuse_name,
+)
+from fullshard.errors import CheckpointError, ConfigError
+
+FORMATS = ("fullshard", "dcp", "torch")
+Told = Callable[[int, int], object]
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str = "fullshard",
+    step: int | None = None,
+    leave_out: Collection[str] = (),
+    told: Told = lambda done, total: None,
+) -> None:
+    """Write the checkpoint ``source`` in another format to ``target``; for one process.
+
+    A tensor at a time is in memory; for PyTorch's formats all are in a temporary file beside
+    ``target``, too. Nothing that is read can run code.
+
+    Args:
+        source: a checkpoint of fullshard, a folder of ``torch.distributed.checkpoint``, or a file
+            of ``torch.save``: a state dict, or a dictionary with one, with that of an optimizer by
+            names of parameters, and with more, which becomes ``extra``.
+        target: a path where nothing is.
+        to: "fullshard"; "dcp": what ``torch.distributed.checkpoint`` reads; "torch": a file. In
+            the last two "model" and "optim" are as ``get_state_dict`` of PyTorch returns them.
+        step: the step of the training; None: what ``source`` says, 0 if it says nothing.
+        leave_out: keys of ``source``, a file or folder of PyTorch, that are not converted.
+        told: called with the bytes that are done and their total, now and then.
+
+    Raises:
+        ConfigError: the arguments have no meaning for what is there. Nothing was written.
+        CheckpointError: ``source`` is damaged, or ``target`` cannot be written.
+        UnsupportedError: ``source`` holds something that the other format cannot.
+    """
+    source, target = Path(source), Path(target)
+    if to not in FORMATS:
+        raise ConfigError(f"to={to!r}: expected one of {', '.join(FORMATS)}")
+    refuse_name(target)
+    if target.exists():
+        raise ConfigError(f"{target}: there is something at this path; give a new one")
+    if not source.exists():
+        raise ConfigError(f"{source}: there is nothing at this path")
+    if (source / MANIFEST).is_file():
+        if leave_out:
+            raise ConfigError(f"{source} is a checkpoint of fullshard; leave_out is for PyTorch's")
+        found = _of_ours(source)
+    elif source.is_dir() and not is_folder(source):
+        raise ConfigError(f"{source}: no checkpoint of fullshard or PyTorch is in this folder")
+    else:
+        found = whole_of(tree_of(source), leave_out, str(source))
+    found.step = found.step if step is None else step
+    if to == "fullshard":
+        found.tie()
+    total = found.nbytes
+    done = [0]
+
+    def more(nbytes: int) -> None:
+        done[0] += nbytes
+        told(done[0], total)
+
+    try:
+        with _appearing(target) as unfinished:
+            _WRITERS[to](found, unfinished, target, more)
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be written ({error})") from error
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """Give a path to write to, which becomes ``target`` in the end, or is removed."""
+    if not target.parent.exists():
+        make_folder(target.parent)
+    unfinished = target.with_name(f"{UNFINISHED}{target.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        yield unfinished
+        if unfinished.exists():
+            unfinished.rename(target)
+            flush_folder(target.parent)
+    finally:
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink(missing_ok=True)
+
+
+def _of_ours(path: Path) -> WholeCheckpoint:
+    manifest = read_manifest(path)
+    found = WholeCheckpoint(step=manifest.step, extra=manifest.extra)
+    for name in manifest.names():
+        entry = manifest.entry(name)
+        kind, _, rest = name.partition("/")
+
+        def read(name: str = name, shape: tuple[int, ...] = entry.shape) -> Tensor:
+            return whole_tensor(path, manifest, name).view(shape)
+
+        leaf = Leaf(dtype_of(entry.dtype), entry.shape, None, read)
+        (found.model if kind == "model" else found.optimizer)[rest] = leaf
+    for contents in manifest.contents:
+        values = contents.values
+        found.ties |= values["ties"]
+        found.states |= {name: decode(state) for name, state in values["states"].items()}
+        if "optimizer" in values:
+            single = values["optimizer"]["state"]
+            found.single |= {name: decode(state) for name, state in single.items()}
+            found.groups = (found.groups or []) + decode(values["optimizer"]["param_groups"])
+    return found
+
+
+def _write_ours(
+    found: WholeCheckpoint, unfinished: Path, target: Path, more: Callable[[int], None]
+) -> None:
+    leaves = found.leaves
+    grid = Grid((1,), (0,))
+    entries = {
+        name: TensorEntry(name_of(leaf.dtype, name), leaf.shape, grid, None, 0)
+        for name, leaf in leaves.items()
+    }
+    values: dict[str, Any] = {"ties": found.ties}
+    values["states"] = {name: encode(one, name) for name, one in found.states.items()}
+    if found.groups is not None:
+        single = {
+            name: {key: encode(one, f"{key!r} of {name}") for key, one in kept.items()}
+            for name, kept in found.single.items()
+        }
+        values["optimizer"] = {
+            "state": single,
+            "param_groups": encode(found.groups, "param_groups"),
+        }
+    encode(found.extra, "extra")
+    make_folder(unfinished)
+    name = "rank-00000.safetensors"
+    written = {name: leaf for name, leaf in leaves.items() if leaf.nbytes}
+    kinds = {name: (leaf.dtype, leaf.shape) for name, leaf in written.items()}
+    with FileWriter(unfinished / name, kinds) as file:
+        for own, leaf in written.items():
+            data = flat_bytes(leaf.read())
+            for start in range(0, data.nbytes, CHUNK_NBYTES):
+                chunk = data[start : start + CHUNK_NBYTES]
+                file.put(own, start, chunk)
+                more(chunk.nbytes)
+        nbytes, digest = file.finish()
+    manifest = Manifest(
+        step=found.step,
+        time=time.time(),
+        versions={"fullshard": __version__, "torch": torch.__version__},
+        contents=[Contents(entries, values)],
+        files=[FileInfo(name, 0, nbytes, digest, 0)],
+        extra=found.extra,
+    )
+    manifest.check()
+    commit(unfinished, target, manifest.to_json())
+
+
+def _write_dcp(
+    found: WholeCheckpoint, unfinished: Path, target: Path, more: Callable[[int], None]
+) -> None:
+    with _state_of(found, target, more) as state, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+        dcp.save(state, checkpoint_id=unfinished, no_dist=True)
+
+
+def _write_file(
+    found: WholeCheckpoint, unfinished: Path, target: Path, more: Callable[[int], None]
+) -> None:
+    with _state_of(found, target, more) as state, unfinished.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _state_of(
+    found: WholeCheckpoint, target: Path, more: Callable[[int], None]
+) -> Iterator[dict[str, Any]]:
+    """Give the dictionary that PyTorch saves; its tensors are in a temporary file."""
+    with tempfile.TemporaryFile(dir=target.parent) as file:
+        sizes = [_aligned(leaf) for leaf in found.leaves.values()]
+        file.truncate(sum(sizes) + 1)
+        memory = memoryview(mmap.mmap(file.fileno(), 0))
+        end = 0
+
+        def kept(leaf: Leaf) -> Tensor:
+            nonlocal end
+            tensor = leaf.read()
+            start, end = end, end + _aligned(leaf)
+            more(tensor.nbytes)
+            if not tensor.numel():
+                return tensor
+            own = torch.frombuffer(memory[start : start + tensor.nbytes], dtype=tensor.dtype)
+            return own.view(tensor.shape).copy_(tensor)
+
+        model: dict[str, Any] = {name: kept(leaf) for name, leaf in found.model.items()}
+        model |= {name: model[first] for name, first in found.ties.items()} | found.states
+        state: dict[str, Any] = {"model": model, "step": found.step}
+        if found.groups is not None:
+            kept_state = {name: {**single} for name, single in found.single.items()}
+            for full, leaf in found.optimizer.items():
+                name, _, key = full.rpartition("/")
+                kept_state.setdefault(name, {})[key] = kept(leaf)
+            state["optim"] = {"state": kept_state, "param_groups": found.groups}
+        state[EXTRA] = json.dumps(encode(found.extra, "extra"), allow_nan=False)
+        yield state
+
+
+def _aligned(leaf: Leaf) -> int:
+    """Return the bytes of a tensor, and those after it, so that the next one is aligned."""
+    return -(-leaf.nbytes // 64) * 64
+
+
+_WRITERS: dict[str, Callable[[WholeCheckpoint, Path, Path, Callable[[int], None]], None]] = {
+    "fullshard": _write_ours,
+    "dcp": _write_dcp,
+    "torch": _write_file,
+}

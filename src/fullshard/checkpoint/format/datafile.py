@@ -1,0 +1,384 @@
+"""The data files of a checkpoint: safetensors, whose headers hold a digest of each block of data.
+
+    8 bytes     length of the header
+    header      JSON: for each tensor its dtype, the shape of this rank's part, and its bytes;
+                "__metadata__": the digests, one after the other
+    data        the tensors' bytes, without gaps
+
+Blocks belong to one tensor each, whose last one may be short. The manifest has the digest of the
+header, so it vouches for every byte of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from fullshard.checkpoint.format.manifest import FileInfo, FilePart, digest_of
+from fullshard.errors import CheckpointError, UnsupportedError
+
+BLOCK_NBYTES = 1 << 15
+"""Size of the blocks; a multiple of every element's size."""
+
+CHUNK_NBYTES = 128 * BLOCK_NBYTES
+"""Bytes that are read or written at once."""
+
+_SYNC_NBYTES = 256 << 20  # so that no flush takes long
+_DIGEST = 16  # characters
+_CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def name_of(dtype: torch.dtype, what: str) -> str:
+    """Return the name of ``dtype`` in a manifest.
+
+    Raises:
+        UnsupportedError: safetensors files cannot hold ``what``, a tensor of this dtype.
+    """
+    if not is_known(dtype):
+        raise UnsupportedError(
+            f"{what} is of {dtype}, which safetensors files do not know; convert it, for example "
+            "to a buffer of torch.uint8"
+        )
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_in_file(code: str) -> torch.dtype | None:
+    """Return the dtype that a safetensors file calls ``code``; None if there is none."""
+    return next((dtype for dtype, own in _CODES.items() if own == code), None)
+
+
+def is_known(dtype: torch.dtype) -> bool:
+    """Return whether a data file can hold tensors of ``dtype``."""
+    return dtype in _CODES or dtype == torch.complex128
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that ``name_of`` named."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"it has tensors of an unknown dtype {name!r}")
+    return dtype
+
+
+def _code(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """Return dtype and shape in a safetensors file, which knows no complex128: pairs of F64."""
+    return ("F64", [*shape, 2]) if dtype == torch.complex128 else (_CODES[dtype], [*shape])
+
+
+def num_blocks(nbytes: int) -> int:
+    """Return the number of blocks of a tensor's data."""
+    return -(-nbytes // BLOCK_NBYTES)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the elements of a plain tensor as bytes on the CPU, without a copy if possible."""
+    return flat_bytes(tensor.detach().cpu())
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a plain tensor as bytes on its device, without a copy if possible."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def array_of(tensor: Tensor) -> Any:
+    """Return the array of NumPy that shares the memory of ``tensor``."""
+    return tensor.numpy()
+
+
+class FileWriter:
+    """A new data file, whose data come in chunks, in any order.
+
+    Args:
+        path: the file.
+        parts: for each part that the rank writes its dtype and its shape, by name.
+
+    Raises:
+        OSError: here and in all methods.
+    """
+
+    def __init__(self, path: Path, parts: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+        # Large elements first, so that every tensor is aligned to its elements.
+        self._parts = sorted(parts.items(), key=lambda item: -item[1][0].itemsize)
+        self._offsets: dict[str, int] = {}  # of data in the file
+        self._digests: dict[str, list[str]] = {}  # of blocks
+        nbytes = 0
+        for name, (dtype, shape) in self._parts:
+            self._offsets[name] = nbytes
+            size = math.prod(shape) * dtype.itemsize
+            self._digests[name] = ["0" * _DIGEST] * num_blocks(size)
+            nbytes += size
+        header_nbytes = len(self._header())
+        self._offsets = {name: header_nbytes + at for name, at in self._offsets.items()}
+        self._nbytes = header_nbytes + nbytes
+        self._unsynced_nbytes = 0
+        self._file = path.open("xb", buffering=0)
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def put(self, name: str, start: int, data: Tensor) -> None:
+        """Write a chunk of a part.
+
+        Args:
+            name: the part.
+            start: where the chunk begins in it, in bytes; a multiple of ``CHUNK_NBYTES``.
+            data: bytes on the CPU, ``CHUNK_NBYTES`` or the rest of the part.
+        """
+        view = memoryview(array_of(data))
+        first = start // BLOCK_NBYTES
+        self._digests[name][first : first + num_blocks(len(view))] = digests_of_blocks(view)
+        self._write(self._offsets[name] + start, view)
+        self._unsynced_nbytes += len(view)
+        if self._unsynced_nbytes > _SYNC_NBYTES:
+            os.fsync(self._file.fileno())
+            self._unsynced_nbytes = 0
+
+    def finish(self) -> tuple[int, str]:
+        """Write the header and flush the file; return its size and its header's digest."""
+        header = self._header()
+        self._write(0, memoryview(header))
+        os.fsync(self._file.fileno())
+        return self._nbytes, digest_of(header)
+
+    def digest(self, name: str) -> str:
+        """Return the digest of a part whose data were put: of the digests of its blocks."""
+        return digest_of("".join(self._digests[name]).encode())
+
+    def _header(self) -> bytes:
+        digests = "".join(one for name, _ in self._parts for one in self._digests[name])
+        metadata = {"block_nbytes": str(BLOCK_NBYTES), "digests": digests}
+        return header_of([(name, dtype, shape) for name, (dtype, shape) in self._parts], metadata)
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        while data:
+            count = os.pwrite(self._file.fileno(), data, offset)
+            offset, data = offset + count, data[count:]
+
+
+def digests_of_blocks(data: memoryview) -> list[str]:
+    """Return the digest of each block of ``data``."""
+    return [*map(xxhash.xxh3_64_hexdigest, _blocks(data))]
+
+
+def _blocks(data: memoryview) -> Iterator[memoryview]:
+    return (data[at : at + BLOCK_NBYTES] for at in range(0, len(data), BLOCK_NBYTES))
+
+
+def write_all(file: BinaryIO, data: memoryview) -> None:
+    """Write all of ``data`` to a file without a buffer."""
+    while data:
+        data = data[file.write(data) :]
+
+
+def header_of(
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return the beginning of a safetensors file: names, dtypes and shapes in the order of data."""
+    stored: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, dtype, shape in tensors:
+        code, own_shape = _code(dtype, shape)
+        end = offset + math.prod(shape) * dtype.itemsize
+        stored[name] = {"dtype": code, "shape": own_shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(stored, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class _Stored(NamedTuple):
+    """The place of a tensor's data in the file."""
+
+    kind: tuple[str, list[int]]
+    offset: int
+    nbytes: int
+    first_block: int
+
+
+class Bytes(Protocol):
+    """The bytes of a data file, wherever it is."""
+
+    name: str
+    """For messages."""
+    nbytes: int
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with what is at ``offset``, or raise ``CheckpointError``."""
+
+    def close(self) -> None:
+        """Read no more."""
+
+
+class LocalFile:
+    """The bytes of a file that this rank sees.
+
+    Raises:
+        CheckpointError: it cannot be opened, or is no file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        try:
+            number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+            self._file = os.fdopen(number, "rb", buffering=0)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be opened ({error})") from error
+        status = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(f"{path}: is no file")
+        self.nbytes = status.st_size
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with what is at ``offset``, or raise ``CheckpointError``."""
+        while into:
+            try:
+                count = os.preadv(self._file.fileno(), [into], offset)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.name}: cannot be read at byte {offset} ({error})"
+                ) from error
+            if not count:
+                raise CheckpointError(f"{self.name}: ends at byte {offset}")
+            offset, into = offset + count, into[count:]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class DataFile:
+    """A data file of a checkpoint, open for reading; what it returns is verified.
+
+    Args:
+        file: its bytes; closed with this.
+        info: what was written.
+
+    Raises:
+        CheckpointError: the file is not the one that was written, here and in all methods.
+    """
+
+    def __init__(self, file: Bytes, info: FileInfo) -> None:
+        self._file = file
+        self.nbytes_read = 0
+        self._digests: str = ""
+        self._stored: dict[str, _Stored] = {}
+        try:
+            self._read_header(info)
+        except CheckpointError:
+            self.close()
+            raise
+        except Exception as error:  # it may hold anything
+            self.close()
+            raise CheckpointError(f"{file.name}: has a strange header ({error!r})") from error
+
+    def __enter__(self) -> DataFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; a ``with`` block does it, too."""
+        self._file.close()
+
+    def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Check that the file's part of a tensor has this dtype and this shape."""
+        self._check(name in self._stored, f"has no data of {name}")
+        self._check(is_known(dtype), f"has {name} as {dtype}, which safetensors do not know")
+        found, expected = self._stored[name].kind, _code(dtype, shape)
+        self._check(found == expected, f"has {name} as {found}, the manifest as {expected}")
+
+    def read(self, name: str, start: int, into: Tensor) -> None:
+        """Read the data of a part of a tensor from byte ``start`` on, and verify them.
+
+        Args:
+            name: the tensor, which ``check`` has found.
+            start: offset in the part, at the beginning of a block.
+            into: bytes on the CPU, as many whole blocks as fit, or the last ones of the part.
+        """
+        stored, data = self._stored[name], memoryview(array_of(into))
+        block = stored.first_block + start // BLOCK_NBYTES
+        self._file.read(stored.offset + start, data)
+        self.nbytes_read += len(data)
+        for own in _blocks(data):
+            expected = self._digests[block * _DIGEST : (block + 1) * _DIGEST]
+            if xxhash.xxh3_64_hexdigest(own) != expected:
+                first = stored.offset + (block - stored.first_block) * BLOCK_NBYTES
+                self._fail(
+                    f"bytes {first} to {first + len(own)}, of {name}, are not what was written"
+                )
+            block += 1
+
+    def verify(self, expected: Mapping[str, FilePart]) -> Iterator[str]:
+        """Read all data; yield what is wrong with each tensor, ``expected`` or not."""
+        for name in dict.fromkeys((*expected, *self._stored)):
+            try:
+                self._check(name in expected, f"has {name}, which the manifest has not")
+                self.check(name, dtype_of(expected[name].dtype), expected[name].shape)
+                nbytes = self._stored[name].nbytes
+                for start in range(0, nbytes, CHUNK_NBYTES):
+                    size = min(CHUNK_NBYTES, nbytes - start)
+                    self.read(name, start, torch.empty(size, dtype=torch.uint8))
+            except CheckpointError as error:
+                yield str(error)
+
+    def _read_header(self, info: FileInfo) -> None:
+        size = self._file.nbytes
+        self._check(size == info.nbytes, f"has {size} bytes, {info.nbytes} were written")
+        length = memoryview(bytearray(8))
+        self._file.read(0, length)
+        end = 8 + int.from_bytes(length, "little")
+        self._check(end <= size, "has a damaged header")
+        header = memoryview(bytearray(end))
+        self._file.read(0, header)
+        self._check(
+            digest_of(bytes(header)) == info.digest, "has a damaged header, or is another file"
+        )
+        stored = json.loads(bytes(header[8:]))
+        metadata = stored.pop("__metadata__")
+        self._check(metadata["block_nbytes"] == str(BLOCK_NBYTES), "has blocks of an unknown size")
+        self._digests = metadata["digests"]
+        first = 0
+        for name, tensor in stored.items():
+            start, stop = tensor["data_offsets"]
+            kind = (tensor["dtype"], tensor["shape"])
+            self._stored[name] = _Stored(kind, end + start, stop - start, first)
+            first += num_blocks(stop - start)
+
+    def _check(self, is_right: bool, otherwise: str) -> None:
+        if not is_right:
+            self._fail(otherwise)
+
+    def _fail(self, problem: str) -> None:
+        raise CheckpointError(f"{self._file.name}: {problem}")

@@ -1,0 +1,303 @@
+"""Load checkpoints into models of any layout on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard._torch import dtensor as _dtensor
+from fullshard.checkpoint.format import (
+    Bytes,
+    CheckpointInfo,
+    FileInfo,
+    Manifest,
+    datafile,
+    decode,
+    described,
+    digest_of,
+    in_folder,
+    read_manifest,
+)
+from fullshard.checkpoint.loading.read import Reader, WantedPart
+from fullshard.checkpoint.saving import await_save
+from fullshard.checkpoint.state import (
+    Stepped,
+    Tree,
+    load_into,
+    optim_state_to_load,
+    part_here,
+    some,
+)
+from fullshard.comm.council import Council
+from fullshard.errors import ConfigError
+from fullshard.optim.flat import is_cut, one_for_many
+from fullshard.tensors import is_on_one_rank
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> Any:
+    """Load the checkpoint in folder ``path`` and return the ``extra`` that was saved.
+
+    Layout, mesh and number of ranks may be others than those that saved; all ranks must call this.
+    Each rank reads what it keeps, or its share of what ranks exchange; everything is verified, and
+    in the memory of the host, before the model or the optimizer is changed.
+
+    Args:
+        path: a folder that ``save`` wrote.
+        model: a model, sharded or not; it may not be on the meta device.
+        optimizer: the optimizer that steps its parameters; None: its state is not read.
+        strict: refuse tensors that only the model or only the checkpoint has, and other dtypes.
+
+    Raises:
+        ConfigError: model, optimizer and checkpoint do not fit, with all differences.
+        CheckpointError: the checkpoint is damaged or incomplete.
+        LostRankError: a rank ended or hangs.
+        ProtocolError: during a forward, a backward or ``unshard_params``; or other ranks do
+            something else, and wait for this one.
+        PeerError: a step of another rank failed, which so does not come to this.
+
+    All ranks raise the same, and nothing was changed.
+    """
+    await_save()
+    path = Path(path)
+    council = Council(f"load {path}", "load", "a checkpoint")
+    return load_from(council, in_folder(path), path, model, optimizer, strict=strict).extra
+
+
+def load_from(
+    council: Council,
+    opened: Callable[[FileInfo], Bytes],
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    strict: bool,
+    manifest: Manifest | None = None,
+) -> CheckpointInfo:
+    """Load a checkpoint as ``load`` does and return its description.
+
+    Args:
+        council: of all ranks.
+        opened: opens the data files.
+        path: the checkpoint's folder.
+        model, optimizer, strict: as for ``load``.
+        manifest: of the checkpoint, the same on all ranks; None: each reads that in the folder.
+    """
+    found: list[Any] = []
+
+    def prepare() -> dict[str, Any]:
+        own = read_manifest(path) if manifest is None else manifest
+        target = Target(own, model, optimizer, strict=strict)
+        reader = Reader(opened, own, target.wanted, rank=council.rank, world=council.world)
+        found.extend((target, reader, described(path, own)))
+        state = "None" if optimizer is None else "an optimizer"
+        return {
+            "model": digest_of("\n".join(target.names).encode()),
+            "options": {"optimizer": state, "strict": str(strict)},
+            "exchange": reader.to_exchange(),
+        }
+
+    exchanged = council.agree(prepare, _exchanged)
+    target, reader, info = found
+    kept = council.agree(lambda: reader.kept_of(exchanged), list) if exchanged else []
+
+    def read() -> None:
+        with reader:
+            reader.read(exchanged, kept)
+        for wanted in target.again:
+            with Reader(opened, reader.manifest, wanted) as alone:
+                alone.read([])
+        target.convert(optimizer)
+
+    council.agree(read)
+    council.agree(lambda: target.put(optimizer))
+    return info  # type: ignore[no-any-return]
+
+
+def _exchanged(said: list[dict[str, Any]]) -> list[str]:
+    """Return the names of all tensors that ranks exchange.
+
+    Raises:
+        ConfigError: two ranks of one model, not of two stages of a pipeline, differ in options.
+    """
+    first_of: dict[str, int] = {}
+    for rank, one in enumerate(said):
+        first = first_of.setdefault(one["model"], rank)
+        given, expected = one["options"], said[first]["options"]
+        for key in (key for key in given if given[key] != expected[key]):
+            raise ConfigError(
+                f"{key} of rank {rank} differs from that of rank {first}, which has the same "
+                f"model: {given[key]}, not {expected[key]}; give all ranks the same"
+            )
+    return list(dict.fromkeys(name for one in said for name in one["exchange"]))
+
+
+class Target:
+    """The values to load into a model and an optimizer, in new memory of the host.
+
+    Attributes:
+        wanted: this rank's parts, by their names in the checkpoint.
+        again: more of these, of names that are in ``wanted`` already.
+
+    Raises:
+        ConfigError: model, optimizer and checkpoint do not fit.
+    """
+
+    def __init__(
+        self, manifest: Manifest, model: nn.Module, optimizer: Optimizer | None, *, strict: bool
+    ) -> None:
+        self.wanted: dict[str, WantedPart] = {}
+        self.again: list[dict[str, WantedPart]] = []
+        self._manifest = manifest
+        self._model = model
+        self._strict = strict
+        self._tree = Tree(model, "load")
+        self._model_state: dict[str, Any] = {}
+        self._optimizer_state: dict[str, Any] = {}
+        self._to_load: dict[str, Any] = {}
+        self._problems: list[str] = []
+        self._has_optimizer_state = any("optimizer" in c.values for c in manifest.contents)
+        self._add_model()
+        if optimizer is not None:
+            self._add_optimizer(optimizer)
+        if self._problems:
+            raise ConfigError("it does not fit; " + "; ".join(self._problems))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors that the model loads, in order."""
+        return sorted(self._model_state)
+
+    def convert(self, optimizer: Optimizer | None) -> None:
+        """Make what the optimizer loads; changes nothing yet."""
+        if optimizer is not None and self._has_optimizer_state:
+            state, strict = self._optimizer_state, self._strict
+            self._to_load = optim_state_to_load(
+                self._model, optimizer, state, "load", strict=strict, copies=False, agrees=False
+            )
+
+    def put(self, optimizer: Optimizer | None) -> None:
+        """Copy everything into the optimizer, which may refuse it, and the model."""
+        if optimizer is not None and self._has_optimizer_state:
+            optimizer.load_state_dict(self._to_load)
+        load_into(self._model, self._model_state, "load", strict=False, agrees=False)
+
+    def _add_model(self) -> None:
+        values = [contents.values for contents in self._manifest.contents]
+        ties = {name: first for one in values for name, first in one["ties"].items()}
+        states = {name: state for one in values for name, state in one["states"].items()}
+        rows = list(self._tree.rows())
+        given: dict[int, str] = {}  # of tied parameters one name is enough
+        for row in rows:
+            name = f"model/{ties.get(row.name, row.name)}"
+            if not isinstance(row.value, Tensor) or row.name in states:
+                if row.name in states:
+                    self._model_state[row.name] = decode(states[row.name])
+                    given[id(row.value)] = row.name
+            elif name in self._manifest and id(row.value) not in given:
+                given[id(row.value)] = name
+                self._model_state[row.name] = self._want(name, row.value, row.value)
+            elif self._strict and name in self._manifest and name != given[id(row.value)]:
+                self._problems.append(f"{name} is tied to {given[id(row.value)]} here, not there")
+        left_out = {name for one in values for name in one.get("left_out", ())}
+        missing = [
+            row.name for row in rows if id(row.value) not in given and row.name not in left_out
+        ]
+        names = {row.name for row in rows} | {ties.get(row.name, row.name) for row in rows}
+        kinds = (name.partition("/") for name in self._manifest.names())
+        saved = [name for kind, _, name in kinds if kind == "model"]
+        unexpected = [name for name in (*saved, *states) if name not in names]
+        if self._strict and missing:
+            self._problems.append(f"the checkpoint lacks {some(missing)}")
+        if self._strict and unexpected:
+            self._problems.append(f"the model lacks {some(unexpected)}")
+
+    def _add_optimizer(self, optimizer: Optimizer) -> None:
+        stored = [c.values["optimizer"] for c in self._manifest.contents if "optimizer" in c.values]
+        if not stored and not self._strict:
+            return
+        if not stored:
+            self._problems.append("the checkpoint has no state of an optimizer")
+            return
+        stepped = Stepped(self._tree, optimizer)
+        shown = {**dict(self._tree.named()), **stepped.shown}
+        state: dict[str, dict[str, Any]] = {}
+        kept = list(self._kept())
+        entries = [(name, key, self._manifest.entry(full)) for full, name, key in kept]
+        singles = stepped.singles | one_for_many(
+            (shown[name].shape, key, torch.Size(entry.shape))
+            for name, key, entry in entries
+            if name in shown
+        )
+        for full, name, key in kept:
+            param, entry = shown.get(name), self._manifest.entry(full)
+            if param is None:
+                if self._strict:
+                    self._problems.append(f"the optimizer lacks {name}, which has state {key!r}")
+                continue
+            shape, is_dtensor = torch.Size(entry.shape), entry.placements is not None
+            on_one = is_dtensor and is_on_one_rank(entry.placements or ())
+            like = None
+            if name in stepped.shown:
+                kind = {"is_dtensor": is_dtensor, "is_on_one_rank": on_one}
+                like = stepped.like(name, key, shape, singles, **kind)
+            elif is_cut(key, shape, param.shape, singles, is_dtensor=is_dtensor):
+                like = param
+            like = torch.empty(shape, device="meta") if like is None else like
+            state.setdefault(name, {})[key] = self._want(full, like, None)
+        for one in stored:
+            for name, values in one["state"].items():
+                state.setdefault(name, {}).update(decode(values))
+        groups = [group for one in stored for group in decode(one["param_groups"])]
+        self._optimizer_state = {"state": state, "param_groups": groups}
+
+    def _kept(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the optimizer's tensors: name in the checkpoint, parameter, name of the state."""
+        for full in self._manifest.names():
+            kind, _, rest = full.partition("/")
+            if kind == "optimizer":
+                name, _, key = rest.rpartition("/")
+                yield full, name, key
+
+    def _want(self, full: str, like: Tensor, own: Tensor | None) -> Tensor | None:
+        """Return memory for a tensor that is cut like ``like``, and have it filled."""
+        entry = self._manifest.entry(full)
+        if entry.shape != tuple(like.shape):
+            got, expected = tuple(entry.shape), tuple(like.shape)
+            self._problems.append(f"{full} has shape {got} there and {expected} here")
+            return None
+        if own is not None and own.is_meta:
+            self._problems.append(f"{full} is on the meta device here: use to_empty() first")
+            return None
+        dtype = datafile.dtype_of(entry.dtype)
+        if own is not None and self._strict and dtype != own.dtype:
+            self._problems.append(f"{full} is of {dtype} there and of {own.dtype} here")
+            return None
+        if own is not None and _overlaps_itself(own):
+            self._problems.append(f"{full} shares memory between its elements here")
+            return None
+        held, region = part_here(like)
+        local = torch.empty(held.shape, dtype=dtype, device="cpu")
+        if full in self.wanted:  # tied there, and not here
+            self.again.append({full: WantedPart(region, local.view(-1))})
+        else:
+            self.wanted[full] = WantedPart(region, local.view(-1))
+        return _dtensor.dtensor_like(like, local) if isinstance(like, DTensor) else local
+
+
+def _overlaps_itself(value: Tensor) -> bool:
+    local = _dtensor.local_of(value) if isinstance(value, DTensor) else value
+    pairs = zip(local.shape, local.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)

@@ -1,0 +1,332 @@
+"""The checkpoints of a training loop: when to save, which to keep, from which to go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.checkpoint.format import (
+    CheckpointInfo,
+    Looked,
+    Numbered,
+    contained,
+    in_folder,
+    look,
+    numbered,
+    remove,
+    remove_unfinished,
+    supersede,
+)
+from fullshard.checkpoint.loading import load_from
+from fullshard.checkpoint.saving import CopyMemory, How, PendingSave, Where, await_save, begin
+from fullshard.checkpoint.stores import Machines, lent
+from fullshard.comm.council import Council
+from fullshard.errors import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves every so many steps, keeps the newest checkpoints, and loads the newest intact one.
+
+    All ranks must make the same calls. No other job may save to the folder.
+
+    Args:
+        root: the folder of the checkpoints; those of step 100 are in ``step-000100``. Other folders
+            there are left alone. All ranks share it, unless ``copies`` is given.
+        every: save when this divides the step.
+        keep: keep this many checkpoints. Only those count that were read back and found intact,
+            which happens once before any other is removed. None: remove none.
+        copies: each machine has a folder ``root`` of its own, such as one in its memory, in
+            ``/dev/shm``. That folder has the files of the machine's ranks. Each file is on so many
+            machines, if there are that many. A checkpoint can be loaded while each of its files
+            is left on one machine.
+        mode, budget_nbytes: as for ``save``. With "async", old checkpoints are also read back and
+            removed beside the training, and the memory of copies is kept for the next save.
+        frozen: whether to save parameters that require no gradient. False leaves them out, for a
+            program that reads them elsewhere; loading such a checkpoint does not change them.
+
+    Raises:
+        ConfigError: an argument has no meaning.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        keep: int | None = None,
+        copies: int | None = None,
+        mode: str = "sync",
+        budget_nbytes: int | None = None,
+        frozen: bool = True,
+    ) -> None:
+        for name, value in {"every": every, "keep": keep, "copies": copies}.items():
+            is_default = value is None and name != "every"
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            if not is_default and not is_count:
+                raise ConfigError(f"Checkpointer({name}={value!r}): expected a positive int")
+        self.root = Path(root)
+        self._how = How(mode, budget_nbytes, CopyMemory(budget_nbytes, is_kept=True), frozen)
+        self._how.check()
+        self._every = every
+        self._keep = keep
+        self._copies = copies
+        self._is_intact: dict[Path, bool] = {}
+        self._is_clean = False
+        self._saved: set[Path] = set()  # since the last load
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint of ``step``."""
+        return self.root / f"step-{step:06d}"
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after ``step``."""
+        return step % self._every == 0
+
+    def save(
+        self, model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None, *, step: int
+    ) -> PendingSave:
+        """Save as the function ``save`` does, and remove checkpoints that need not be kept.
+
+        Unfinished folders of killed jobs are removed first. Once the new checkpoint is published, a
+        checkpoint that had its name, and those of later steps, are renamed; folders of machines are
+        removed. An intact checkpoint of this step, saved here since the last ``load``, is a
+        ``ConfigError``.
+        """
+        await_save()
+        path = self.path(step)
+        council = Council(f"save to {path}", "save", "a checkpoint")
+        _check_alike(council, [self])
+        machines = self._machines(council)
+        folders = _Folders(council, machines, self.root)
+        if not self._is_clean:
+            folders.remove_unfinished()
+            self._is_clean = True
+        is_shared = self._copies is None
+        is_there = (path in self._saved or not is_shared) and folders.has(path)
+        is_intact = is_there and self._verify(folders, path)
+        if is_there and not is_intact and not is_shared:
+            folders.remove(path)  # memory may have no room for both
+        is_own = is_intact and path in self._saved
+        self._is_intact.pop(path, None)
+        appear = partial(supersede, path=path, step=step, removes=not is_shared)
+        where = Where(path, machines, self._copies or 1, None if is_own else appear)
+        after = partial(self._remove_old, folders, path)
+        return begin(council, where, model, optimizer, extra, step=step, how=self._how, after=after)
+
+    def wait(self) -> None:
+        """Wait for the last save, which goes on beside the training if ``mode`` is "async".
+
+        Raises:
+            FullshardError: it failed.
+        """
+        await_save()
+
+    def steps(self) -> list[int]:
+        """Return the steps of complete checkpoints, the newest last.
+
+        A checkpoint is complete if its manifest and all files, in their sizes, are there.
+        """
+        council = Council(f"look at {self.root}", "list", "checkpoints")
+        _check_alike(council, [self])
+        return _Folders(council, self._machines(council), self.root).steps()
+
+    def load(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, strict: bool = True
+    ) -> CheckpointInfo | None:
+        """Load the newest checkpoint that is intact, and return its description.
+
+        The newest is that of the highest step. Damaged ones are passed over, with a warning.
+
+        Returns:
+            None if there is no checkpoint, damaged ones included.
+
+        Raises:
+            CheckpointError: no checkpoint is intact.
+            ConfigError, FailedRankError, LostRankError, ProtocolError: as ``load`` does.
+        """
+        return load_newest([self], model, optimizer, strict=strict)
+
+    def _machines(self, council: Council) -> Machines:
+        if self._copies is None:
+            return Machines.sharing(council)
+        return Machines.seen(council, self.root)
+
+    def _remove_old(self, folders: _Folders, newest: Path) -> None:
+        self._saved.add(newest)
+        if self._keep is None:
+            return
+        num_intact = 0
+        names = dict.fromkeys(one.name for one in reversed(folders.numbered()))
+        for path in dict.fromkeys([newest, *(self.root / name for name in names)]):
+            if num_intact >= self._keep:
+                folders.remove(path)
+                self._is_intact.pop(path, None)
+            elif self._verify(folders, path):
+                num_intact += 1
+
+    def _verify(self, folders: _Folders, path: Path) -> bool:
+        """Return whether a checkpoint can be loaded; each rank reads some of its files."""
+        if path not in self._is_intact:
+            problem = folders.mend(path)
+            if problem:
+                log.warning("%s is damaged: %s", path, problem)
+            self._is_intact[path] = not problem
+        return self._is_intact[path]
+
+
+def load_newest(
+    checkpointers: Sequence[Checkpointer],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> CheckpointInfo | None:
+    """Load the newest intact checkpoint of several ``checkpointers``.
+
+    For a loop that saves to memory often and to a disk seldom. Returns and raises what
+    ``Checkpointer.load`` does.
+    """
+    await_save()
+    council = Council(
+        "load from " + ", ".join(str(one.root) for one in checkpointers), "list", "checkpoints"
+    )
+    _check_alike(council, checkpointers)
+    found: list[tuple[Numbered, Path, Machines, bool]] = []
+    for one in checkpointers:
+        one._saved.clear()  # what is saved again from now on is no mistake
+        machines = one._machines(council)
+        there = _Folders(council, machines, one.root).numbered()
+        found += [(its, one.root / its.name, machines, one._copies is None) for its in there]
+    failure: CheckpointError | None = None
+    for its, path, machines, is_shared in sorted(found, reverse=True):
+        council = Council(f"load {path}", "load", "a checkpoint")
+        load = partial(load_from, council, path=path, model=model, strict=strict)
+        try:
+            if is_shared:
+                return load(in_folder(path), optimizer=optimizer)
+            load_there = partial(load, optimizer=optimizer)
+            return _load_lent(council, machines, path, its.digest, load_there)
+        except CheckpointError as error:
+            log.warning("%s", error)
+            failure = error
+    if failure is not None:
+        raise failure
+    return None
+
+
+def _check_alike(council: Council, checkpointers: Sequence[Checkpointer]) -> None:
+    """Compare what decides which decisions ranks make together.
+
+    Raises:
+        ConfigError: on all ranks, if any rank has other options or more checkpointers than rank 0.
+    """
+
+    def compare(said: list[str]) -> None:
+        for rank, own in enumerate(said):
+            if own != said[0]:
+                raise ConfigError(
+                    f"rank {rank} has {own or 'no Checkpointer'}, rank 0 {said[0] or 'none'}; give "
+                    "all ranks the same"
+                )
+
+    shown = [f"Checkpointer(keep={one._keep}, copies={one._copies})" for one in checkpointers]
+    council.agree(lambda: ", ".join(shown), compare)
+
+
+def _load_lent(
+    council: Council,
+    machines: Machines,
+    path: Path,
+    digest: str,
+    load: Callable[..., CheckpointInfo],
+) -> CheckpointInfo:
+    """Load what machines have; if that fails, once more without the files that are damaged."""
+    is_mended = False
+    while True:
+        try:
+            with lent(council, machines, path, digest) as (manifest, opened):
+                return load(opened, manifest=manifest)
+        except CheckpointError:
+            if is_mended or _Folders(council, machines, path.parent).mend(path):
+                raise
+            is_mended = True
+
+
+class _Folders:
+    """The folder ``root`` of each machine, and what is done to it, by decisions of all ranks."""
+
+    def __init__(self, council: Council, machines: Machines, root: Path) -> None:
+        self._council = council
+        self._machines = machines
+        self._root = root
+
+    def _by_each(self, act: Callable[[], Any]) -> list[Any]:
+        """Return what the first ranks of machines got by ``act``, which is in JSON's types."""
+        is_first = self._machines.is_first
+        said = self._council.agree(lambda: [act()] if is_first else [], list)
+        return [one for its in said for one in its]
+
+    def remove_unfinished(self) -> None:
+        """Remove what jobs that were killed left."""
+        self._by_each(lambda: remove_unfinished(self._root))
+
+    def has(self, path: Path) -> bool:
+        """Return whether any machine has something at ``path``."""
+        return any(self._by_each(path.exists))
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint."""
+        self._by_each(lambda: remove(path) if os.path.lexists(path) else None)
+
+    def numbered(self) -> list[Numbered]:
+        """Return the checkpoints that machines have, complete or not, the newest last."""
+        said = self._by_each(lambda: numbered(self._root))
+        return sorted({Numbered(*one) for those in said for one in those})
+
+    def steps(self) -> list[int]:
+        """Return the steps of complete checkpoints, the newest last."""
+        found: dict[tuple[int, float, str, int], set[int]] = {}
+        for those in self._by_each(lambda: contained(self._root)):
+            for *its, ranks in those:
+                found.setdefault(tuple(its), set()).update(ranks)
+        return [its[0] for its, ranks in sorted(found.items()) if len(ranks) == its[3]]
+
+    def mend(self, path: Path) -> str:
+        """Return why a checkpoint cannot be loaded, or ""; each rank reads some of its files.
+
+        If it can be, damaged files are removed: machines would read their own ones before others'.
+        """
+
+        def decide(said: list[Any]) -> list[Any]:
+            looked = [Looked(*one) for one in said]
+            intact: dict[tuple[str, int], set[int]] = {}
+            for one in looked:
+                intact.setdefault((one.digest, one.total), set()).update(one.intact)
+            for (digest, total), those in intact.items():
+                if digest and len(those) == total:
+                    return ["", [one.damaged if one.digest == digest else [] for one in looked]]
+            return [next((one.problem for one in looked if one.problem), "it is incomplete"), []]
+
+        first, every = self._machines.share
+        look_here = partial(look, path, first=first, every=every)
+        problem, damaged = self._council.agree(look_here, decide)
+
+        def remove_damaged() -> None:
+            for name in damaged[self._council.rank]:
+                log.warning("%s is damaged; it is read from another machine", path / name)
+                with suppress(OSError):
+                    (path / name).unlink()
+
+        if any(damaged):
+            self._council.agree(remove_damaged)
+        return str(problem)

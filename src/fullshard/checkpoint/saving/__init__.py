@@ -1,0 +1,36 @@
+"""Collect the state of a model, write it and commit it, at once or behind training."""
+
+from __future__ import annotations
+
+from fullshard.checkpoint.saving.collect import EXTRA_STATE, Collected, collected
+from fullshard.checkpoint.saving.pending import PendingSave, await_save
+from fullshard.checkpoint.saving.replicas import digests_of, refuse_apart, shared_digests
+from fullshard.checkpoint.saving.saving import (
+    How,
+    Where,
+    begin,
+    merged,
+    save,
+    save_collected,
+    shared,
+)
+from fullshard.checkpoint.saving.write import CopyMemory
+
+__all__ = [
+    "Collected",
+    "CopyMemory",
+    "EXTRA_STATE",
+    "How",
+    "PendingSave",
+    "Where",
+    "await_save",
+    "begin",
+    "collected",
+    "digests_of",
+    "merged",
+    "refuse_apart",
+    "save",
+    "save_collected",
+    "shared",
+    "shared_digests",
+]

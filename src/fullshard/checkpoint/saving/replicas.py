@@ -1,0 +1,93 @@
+"""Plain parameters that ranks hold under one name have to be equal: one rank's are saved.
+
+Each rank digests its own as if it wrote them. Without this check, pipeline stages that use one name
+for different layers would load each other's parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from fullshard.checkpoint.format import (
+    Grid,
+    TensorEntry,
+    array_of,
+    bytes_of,
+    digest_of,
+    digests_of_blocks,
+    ranks_to_json,
+)
+from fullshard.checkpoint.state import some
+from fullshard.comm.council import Council
+from fullshard.errors import ConfigError
+
+
+def by_mesh(digests: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Return one digest for all replicas of each mesh, keyed by a digest of the mesh itself.
+
+    Args:
+        digests: of this rank's replicas, by name.
+        entries: of these tensors, by name.
+    """
+    grids: dict[Grid, list[str]] = {}
+    for name, digest in sorted(digests.items()):
+        grids.setdefault(entries[name].grid, []).append(f"{name}:{digest}")
+    return {
+        digest_of(str((grid.shape, ranks_to_json(grid.ranks))).encode()): digest_of(
+            "\n".join(those).encode()
+        )
+        for grid, those in grids.items()
+    }
+
+
+def are_apart(said: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether ranks of one mesh said different things of its replicas."""
+    found: dict[str, str] = {}
+    return any(
+        found.setdefault(mesh, digest) != digest for one in said for mesh, digest in one.items()
+    )
+
+
+def digests_of(replicas: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the digests of replicas, as they are when a checkpoint is written."""
+    blocks = {
+        name: digests_of_blocks(memoryview(array_of(bytes_of(one))))
+        for name, one in replicas.items()
+    }
+    return {name: digest_of("".join(those).encode()) for name, those in blocks.items()}
+
+
+def shared_digests(council: Council, digests: Mapping[str, str]) -> str:
+    """Hand digests to the first rank; return a key for ``refuse_apart``, empty without digests."""
+    return council.share(json.dumps(digests)) if digests else ""
+
+
+def refuse_apart(council: Council, keys: Sequence[str]) -> None:
+    """Refuse replicas that differ, by name.
+
+    Args:
+        council: of all ranks.
+        keys: what ``shared_digests`` returned on each rank.
+
+    Raises:
+        ConfigError: on the first rank, for all.
+    """
+    texts = {key: json.loads(council.take(key)) for key in dict.fromkeys(keys) if key}
+    found: dict[str, tuple[str, int]] = {}
+    problems: dict[str, str] = {}
+    for key, digests in texts.items():
+        rank = keys.index(key)
+        for name, digest in digests.items():
+            first, its = found.setdefault(name, (digest, rank))
+            if first != digest:
+                problems.setdefault(name, f"{name} on ranks {its} and {rank}")
+    if problems:
+        raise ConfigError(
+            f"ranks hold plain tensors of one name with different values: "
+            f"{some(problems.values())}. If they are different tensors, as in stages of a "
+            "pipeline, prefix their names by stage; if they are copies of one, broadcast it from "
+            "one rank"
+        )

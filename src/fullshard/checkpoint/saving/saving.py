@@ -1,0 +1,425 @@
+"""Write checkpoints: each rank its part, all files or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fullshard._version import __version__
+from fullshard.checkpoint.format import (
+    UNFINISHED,
+    Contents,
+    FileInfo,
+    Manifest,
+    contents_from_json,
+    contents_to_json,
+    decode,
+    digest_of,
+    encode,
+    make_folder,
+    publish,
+    refuse_name,
+    seal,
+)
+from fullshard.checkpoint.saving.collect import Collected, collected
+from fullshard.checkpoint.saving.pending import PendingSave, await_save
+from fullshard.checkpoint.saving.replicas import are_apart, by_mesh, refuse_apart, shared_digests
+from fullshard.checkpoint.saving.write import CopyMemory, Pace, Writing
+from fullshard.checkpoint.state import Tree, some
+from fullshard.checkpoint.stores import Machines, copy_files
+from fullshard.comm.council import Council
+from fullshard.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigError,
+    TornStepError,
+    UnsupportedError,
+)
+
+_SINGLES = "single values of the optimizer"
+_SHARE = 0.06  # of a processor, for what is written beside the training
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    *,
+    step: int,
+    mode: str = "sync",
+    budget_nbytes: int | None = None,
+) -> PendingSave:
+    """Write a checkpoint to the new folder ``path``; all ranks must call this.
+
+    Each rank writes one file with its part of the model and of the optimizer's state, to a folder
+    that all ranks share. The folder appears under its name when everything is on the disk; then the
+    file ``latest`` beside it names it. Ranks talk through the store of the default process group.
+
+    Args:
+        path: a folder that does not exist; its parent is made if need be.
+        model: a model, sharded or not.
+        optimizer: the optimizer that steps its parameters.
+        extra: what else a run needs to go on: numbers, strings, None, bytes, small plain tensors
+            and arrays, in lists, tuples and dictionaries; equal on all ranks.
+        step: the number of the training step, for people and for ``latest``.
+        mode: "sync": return when everything is on the disk. "async": write beside the training.
+            What the optimizer steps, and its state, are copied while the training goes on, and the
+            next step waits for that; everything else is copied before this returns.
+        budget_nbytes: for "async", how much host memory this rank has for copies; what does not
+            fit is written from where it is, and the next step of the optimizer waits for that.
+            None: as much as the rank writes.
+
+    Returns:
+        The save; with "async", ``wait`` waits for its end, and so do the next ``save`` or ``load``.
+        If it fails, they raise why.
+
+    Raises:
+        ConfigError: something cannot be saved, or there is something at ``path``, or ranks hold
+            plain parameters of one name with different values. Nothing changed.
+        CheckpointError: a rank could not write; nothing is left behind.
+        LostRankError: a rank ended or hangs; other checkpoints are as they were.
+        TornStepError: an exception that was caught left a step of the optimizer on some rank: the
+            weights are half-stepped, and the optimizer's state does not show it; nothing was
+            written.
+        ProtocolError: during a forward, a backward or ``unshard_params``; or other ranks do
+            something else, and wait for this one.
+        PeerError: a step of another rank failed, which so does not come to this.
+
+    All ranks raise the same.
+    """
+    await_save()
+    path = Path(path)
+    how = How(mode, budget_nbytes, CopyMemory(budget_nbytes))
+    council = Council(f"save to {path}", "save", "a checkpoint")
+    where = Where(path, Machines.sharing(council))
+    return begin(council, where, model, optimizer, extra, step=step, how=how)
+
+
+class Where(NamedTuple):
+    """The place of a new checkpoint.
+
+    Attributes:
+        path: its folder, on each of the ``machines``.
+        machines: of the ranks.
+        copies: how many machines have each file.
+        appear: gives a complete folder the name ``path`` on this machine, whatever has that name.
+            None: nothing may have it.
+    """
+
+    path: Path
+    machines: Machines
+    copies: int = 1
+    appear: Callable[[Path], None] | None = None
+
+
+class How(NamedTuple):
+    """The arguments ``mode`` and ``budget_nbytes`` of ``save``, and memory of that size.
+
+    Attributes:
+        frozen: whether parameters that require no gradient are saved.
+    """
+
+    mode: str
+    budget_nbytes: int | None
+    memory: CopyMemory
+    frozen: bool = True
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` if they have no meaning."""
+        if self.mode not in ("sync", "async"):
+            raise ConfigError(f'mode={self.mode!r}: expected "sync" or "async"')
+        size = self.budget_nbytes
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+            raise ConfigError(f"budget_nbytes={size!r}: expected a number of bytes, or None")
+        if size is not None and self.mode == "sync":
+            raise ConfigError(
+                f'budget_nbytes={size}: only for mode="async"; nothing is copied here'
+            )
+
+
+def begin(
+    council: Council,
+    where: Where,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Any,
+    *,
+    step: int,
+    how: How,
+    after: Callable[[], None] | None = None,
+) -> PendingSave:
+    """Do the work of ``save``, and ``after`` it what else belongs to it, by ``council`` alone."""
+    saving, pending = _Saving(where, council, step), PendingSave(where.path)
+    is_sync = how.mode == "sync"
+
+    def collect() -> dict[str, Any]:
+        how.check()
+        found = collected(council.rank, council.world, model, optimizer, frozen=how.frozen)
+        said = saving.take(found, optimizer, extra, how)
+        if not is_sync:
+            pending.hold(saving.writing, model, saving.found.units, optimizer)
+        return said
+
+    try:
+        unfinished = where.path.with_name(council.agree(collect, saving.begin))
+    except TornStepError:
+        pending.let_go()
+        _tell_apart(council, model, optimizer)
+        raise
+    except BaseException:
+        pending.let_go()
+        raise
+
+    def rest() -> None:
+        saving.write_all(unfinished, None if is_sync else Pace(_SHARE, council.limit_s / 4))
+        if after is not None:
+            after()
+
+    if is_sync:
+        rest()
+    else:
+        pending.run(saving.writing, rest)
+    return pending
+
+
+def save_collected(path: Path, collect: Callable[[], Collected], extra: Any, *, step: int) -> None:
+    """Write a checkpoint of what each rank has collected, to memory of its machine.
+
+    Args:
+        path: a folder that does not exist; that above it belongs to each machine alone.
+        collect: returns what this rank contributes.
+        extra, step: as for ``save``.
+
+    Raises:
+        CheckpointError, ConfigError, LostRankError: as ``save`` does.
+    """
+    council = Council(f"save to {path}", "save", "a checkpoint")
+    saving = _Saving(Where(path, Machines.seen(council, path.parent)), council, step)
+    how = How("sync", None, CopyMemory(0))
+    said = council.agree(lambda: saving.take(collect(), None, extra, how), saving.begin)
+    saving.write_all(path.with_name(said), None)
+
+
+class _Saving:
+    """The parts of ``save``: what each rank does, and what the first one decides then."""
+
+    def __init__(self, where: Where, council: Council, step: int) -> None:
+        self._where = where
+        self._council = council
+        self._extra: Any = None
+        self._step = step
+        self.found: Collected
+        self.writing: Writing
+
+    def take(
+        self, found: Collected, optimizer: Optimizer | None, extra: Any, how: How
+    ) -> dict[str, Any]:
+        """Take what is to be written; return what ranks have to agree on."""
+        if not isinstance(self._step, int) or isinstance(self._step, bool):
+            raise ArgumentTypeError(f"step={self._step!r}: expected an int")
+        self.found = found
+        text = json.dumps(encode(extra, "extra"), allow_nan=False)
+        self._extra = decode(json.loads(text))  # as it is now, whatever the caller does with it
+        self.writing = self._writing(optimizer, how)
+        return {
+            "folder": self._where.path.name,
+            "step": self._step,
+            "mode": how.mode,
+            "extra": digest_of(text.encode()),
+            _SINGLES: self._council.share(json.dumps(self.found.singles)),
+        }
+
+    def begin(self, said: list[dict[str, Any]]) -> str:
+        """Make the folder to write to."""
+        _check_singles(self._council, [one.pop(_SINGLES) for one in said])
+        for rank, one in enumerate(said):
+            apart = [key for key in one if one[key] != said[0][key]]
+            if apart:
+                raise ConfigError(
+                    f"{apart[0]} of rank {rank} differs from rank 0's; give all ranks the same, "
+                    "and what differs by rank under the rank's number"
+                )
+        path = self._where.path
+        refuse_name(path)
+        if self._where.appear is None and path.exists():
+            raise ConfigError("there is something at this path; a checkpoint needs a new one")
+        name = f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}"
+        make_folder(path.with_name(name))
+        return name
+
+    def _writing(self, optimizer: Optimizer | None, how: How) -> Writing:
+        """Return the writing of this rank's parts."""
+        parts, params, replicas = self.found.parts, self.found.params, self.found.replicas
+        if how.mode == "sync":
+            waits = {*parts, *replicas}
+            return Writing(parts, params, replicas=replicas, waits=waits, memory=CopyMemory(0))
+        waits = {name for name in (*parts, *replicas) if name.startswith("optimizer/")}
+        waits |= {f"model/{name}" for name in self.found.stepped}
+        state = [] if optimizer is None else _tensors(optimizer.state.values())
+        memory = how.memory
+        return Writing(parts, params, state, replicas=replicas, waits=waits, memory=memory)
+
+    def write_all(self, unfinished: Path, pace: Pace | None) -> None:
+        """Write the files, give copies to other machines, and then the folders their names."""
+
+        def undo() -> None:
+            if self._where.machines.is_first:
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+        try:
+            self._write_all(unfinished, pace, undo)
+        except BaseException:
+            undo()
+            raise
+
+    def _write_all(self, unfinished: Path, pace: Pace | None, undo: Callable[[], None]) -> None:
+        council, (path, machines, copies, appear) = self._council, self._where
+        appear = appear or partial(publish, path=path)
+
+        def describe(said: list[dict[str, Any]]) -> str | None:
+            replicas = [one.pop("replicas") for one in said]
+            manifest = self._described(said).to_json()
+            if are_apart(replicas):
+                return ""
+            if machines.total > 1:
+                return manifest.decode()
+            seal(unfinished, manifest)
+            appear(unfinished)
+            return None
+
+        told = council.agree(lambda: self._write(unfinished, pace), describe, undo)
+        if told is None:
+            return
+        if not told:  # seldom, so what differs is asked for only now
+            digests = self.writing.digests
+
+            def refuse(keys: list[str]) -> None:
+                refuse_apart(council, keys)
+                raise ConfigError(
+                    "a plain tensor is a parameter on one rank and a buffer on another; register "
+                    "each tensor in the same way on all ranks that have it"
+                )
+
+            council.agree(lambda: shared_digests(council, digests), refuse, undo)
+        manifest = told.encode()
+        files = Manifest.from_json(manifest).files
+        copy_files(council, machines, copies, unfinished, files)
+        first = machines.is_first
+        council.agree(lambda: seal(unfinished, manifest) if first else None, undo=undo)
+        council.agree(lambda: appear(unfinished) if first else None, undo=undo)
+
+    def _write(self, unfinished: Path, pace: Pace | None) -> dict[str, Any]:
+        if self._where.machines.own:
+            unfinished.mkdir(exist_ok=True)  # the first rank has made that of its machine
+        name = f"rank-{self._council.rank:05d}.safetensors"
+        nbytes, digest = self.writing.run(unfinished / name, pace)
+        key = shared(self._council, self.found)
+        replicas = by_mesh(self.writing.digests, self.found.tensors)
+        file = {"name": name, "nbytes": nbytes, "digest": digest, "contents": key}
+        return {**file, "replicas": replicas}
+
+    def _described(self, said: list[dict[str, Any]]) -> Manifest:
+        """Return the manifest for what all ranks have written."""
+        contents, numbers = merged(self._council, [one["contents"] for one in said])
+        manifest = Manifest(
+            step=self._step,
+            time=time.time(),
+            versions={"fullshard": __version__, "torch": torch.__version__},
+            contents=contents,
+            files=[
+                FileInfo(**{**one, "rank": rank, "contents": numbers[rank]})
+                for rank, one in enumerate(said)
+            ],
+            extra=self._extra,
+        )
+        manifest.check()
+        return manifest
+
+
+def _tensors(states: Iterable[Mapping[Any, Any]]) -> list[Tensor]:
+    return [one for state in states for one in state.values() if isinstance(one, Tensor)]
+
+
+def _check_singles(council: Council, keys: Sequence[str]) -> None:
+    """Check that ranks that have the same parameter have stepped it alike.
+
+    Raises:
+        ConfigError: which step counts, or other single values, differ.
+    """
+    ranks = {key: keys.index(key) for key in keys}
+    found: dict[tuple[str, str], tuple[str, int]] = {}
+    problems = []
+    for shared_key, rank in ranks.items():
+        for name, key, value in json.loads(council.take(shared_key)):
+            other, first = found.setdefault((name, key), (value, rank))
+            if other != value:
+                problems.append(f"{key} of {name} is {other} on rank {first}, {value} on {rank}")
+    if problems:
+        raise ConfigError(
+            f"ranks have stepped apart: {some(problems, '; ')}. Step the optimizers of all ranks "
+            "alike, or load state into all of them"
+        )
+
+
+def _tell_apart(council: Council, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Tell how the ranks' states of the optimizer differ, if they do; no more is to be told then.
+
+    Raises:
+        ConfigError, CheckpointError: on all ranks, what differs.
+    """
+
+    def own() -> list[str] | None:
+        try:
+            found = collected(council.rank, council.world, model, optimizer, whole=False)
+            return [council.share(json.dumps(found.singles)), shared(council, found)]
+        except (ConfigError, UnsupportedError):
+            return None  # of no interest here: nothing is saved
+
+    def compare(said: list[list[str] | None]) -> None:
+        known = [one for one in said if one is not None]
+        if len(known) == len(said):
+            _check_singles(council, [one[0] for one in known])
+            contents, numbers = merged(council, [one[1] for one in known])
+            files = [FileInfo("", rank, 0, "", number) for rank, number in enumerate(numbers)]
+            Manifest(0, 0.0, {}, contents, files, None).check()
+
+    try:
+        council.agree(own, compare)
+    except (ConfigError, CheckpointError):
+        Tree(model, "save").forget_interrupted()
+        raise
+
+
+def shared(council: Council, found: Collected) -> str:
+    """Hand what a rank contributes to the first rank; return the key for ``merged``."""
+    return council.share(json.dumps(contents_to_json(Contents(found.tensors, found.values))))
+
+
+def merged(council: Council, keys: Sequence[str]) -> tuple[list[Contents], list[int]]:
+    """Return the distinct contents of all ranks, and for each rank the number of its own.
+
+    Extra state of a module that several ranks have is the first one's.
+    """
+    contents: list[Contents] = []
+    numbers: dict[str, int] = {}
+    for key in dict.fromkeys(keys):
+        own = contents_from_json(json.loads(council.take(key)), len(keys))
+        known = {name for one in contents for name in one.values["states"]}
+        states = {name: state for name, state in own.values["states"].items() if name not in known}
+        own = own._replace(values={**own.values, "states": states})
+        if own not in contents:
+            contents.append(own)
+        numbers[key] = contents.index(own)
+    return contents, [numbers[key] for key in keys]

@@ -1,0 +1,48 @@
+"""Rows of a model's and an optimizer's state, and the state dicts made from them."""
+
+from __future__ import annotations
+
+from fullshard.checkpoint.state.agreement import Item, singles_of
+from fullshard.checkpoint.state.dcp import LoadPlanner
+from fullshard.checkpoint.state.model import (
+    full_state_dict,
+    load_full_state_dict,
+    load_into,
+    load_sharded_state_dict,
+    sharded_state_dict,
+)
+from fullshard.checkpoint.state.optimized import Stepped
+from fullshard.checkpoint.state.optimizer import (
+    full_optim_state,
+    full_optim_state_dict,
+    load_full_optim_state_dict,
+    load_sharded_optim_state_dict,
+    optim_state_to_load,
+    sharded_optim_state,
+    sharded_optim_state_dict,
+)
+from fullshard.checkpoint.state.rows import Row, Tree, part_here, sharded, some
+
+__all__ = [
+    "Item",
+    "LoadPlanner",
+    "Row",
+    "Stepped",
+    "Tree",
+    "full_optim_state",
+    "full_optim_state_dict",
+    "full_state_dict",
+    "load_full_optim_state_dict",
+    "load_full_state_dict",
+    "load_into",
+    "load_sharded_optim_state_dict",
+    "load_sharded_state_dict",
+    "optim_state_to_load",
+    "part_here",
+    "sharded",
+    "sharded_optim_state",
+    "sharded_optim_state_dict",
+    "sharded_state_dict",
+    "singles_of",
+    "some",
+]

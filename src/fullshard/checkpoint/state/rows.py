@@ -1,0 +1,281 @@
+"""The rows of a state dict: parameters and buffers, their names and their sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fullshard._torch import dtensor as _dtensor
+from fullshard.comm import broadcast_from_first, broadcast_object_from_first
+from fullshard.engine import Unit
+from fullshard.errors import ConfigError
+from fullshard.frontend.contexts import (
+    full_held,
+    full_value,
+    is_first_rank,
+    named_sharded,
+    units_at_rest,
+)
+from fullshard.frontend.hooks import engine_of
+from fullshard.frontend.places import Held, held_params
+from fullshard.frontend.sharded import state_dict_as_it_is
+from fullshard.layout.region import Region, whole
+from fullshard.tensors import is_on_one_rank, on_larger_mesh, plainly_sharded, region_of
+from fullshard.tensors.form import clean_name
+from fullshard.tensors.parts import coordinate_in
+
+Key = str | tuple[str, str]
+"""A name in a model's state dict, or a parameter's name and the name of its optimizer state."""
+
+
+class _Announced(NamedTuple):
+    """The description of a tensor that ``Source.get`` returns later."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_dtensor: bool
+    is_on_one_rank: bool
+    number: Tensor | None
+    """The tensor itself, on the CPU, if it has no dims (such as a step count)."""
+
+
+class Source:
+    """The values to load, by key.
+
+    With a ``mesh`` they are the values of its first rank: the constructor broadcasts what there
+    is, ``get`` one whole tensor at a time, so all ranks must get the same keys in the same order.
+    """
+
+    def __init__(
+        self, values: Mapping[Key, Any], *, mesh: DeviceMesh | None, device: torch.device
+    ) -> None:
+        self._values = values
+        self._mesh = mesh
+        self._device = device
+        announced = {key: _announce(value) for key, value in values.items()}
+        if mesh is not None:
+            announced = broadcast_object_from_first(announced, mesh)
+        self.announced: dict[Key, Any] = announced
+        if mesh is not None and any(
+            isinstance(one, _Announced) and one.is_dtensor for one in announced.values()
+        ):
+            raise ConfigError(
+                "broadcast_from_rank0=True: rank 0 gave DTensors, expected whole plain tensors; "
+                "load sharded state on every rank"
+            )
+
+    def shape_of(self, key: Key) -> torch.Size | None:
+        """Return the shape of a tensor; None for any other value."""
+        announced = self.announced[key]
+        return announced.shape if isinstance(announced, _Announced) else None
+
+    def get(self, key: Key) -> Any:
+        """Return the value of ``key``; a collective if there is a mesh."""
+        announced = self.announced[key]
+        if self._mesh is None:
+            return self._values[key]
+        if not isinstance(announced, _Announced):
+            return announced
+        if announced.number is not None:
+            return announced.number
+        own = self._values.get(key)
+        if isinstance(own, Tensor) and self._is_first:
+            value = own.detach().to(self._device).contiguous()
+        else:
+            value = torch.empty(announced.shape, dtype=announced.dtype, device=self._device)
+        broadcast_from_first(value, self._mesh)
+        return value
+
+    @property
+    def _is_first(self) -> bool:
+        return self._mesh is not None and not any(self._mesh.get_coordinate() or ())
+
+
+def _announce(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    is_dtensor = isinstance(value, DTensor)
+    number = value.detach().cpu() if value.dim() == 0 and not is_dtensor else None
+    on_one = isinstance(value, DTensor) and is_on_one_rank(value.placements)
+    return _Announced(value.shape, value.dtype, is_dtensor, on_one, number)
+
+
+class Row(NamedTuple):
+    """An entry of a state dict of a model or of an optimizer."""
+
+    name: str
+    """Name of the parameter or buffer, without the prefixes of wrappers."""
+    value: Any
+    """The parameter or buffer itself, a value of optimizer state, or extra state of a module;
+    a DTensor if ranks hold parts of the tensor."""
+    held: Held | None = None
+    """The position of the parameter in a unit, if a unit owns the parameter."""
+    own_name: str = ""
+    """The name in ``module.state_dict()``."""
+    key: str = ""
+    """The optimizer's name of the state, such as "exp_avg"; empty in rows of a model."""
+
+
+class Tree:
+    """A sharded model between steps.
+
+    Raises:
+        ProtocolError: during a forward or a backward, or if parameters are on meta, unless the tree
+            is to be seen ``without_values``, or lent, unless they ``may_be_lent``: lent parameters
+            are then those of the rows, and no unit owns them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        what: str,
+        *,
+        without_values: bool = False,
+        may_be_lent: bool = False,
+    ) -> None:
+        self.module = module
+        self.units: list[Unit] = units_at_rest(
+            module, what, without_values=without_values, may_be_lent=may_be_lent
+        )
+        self._held = {id(held.param): held for held in held_params(self.units).values()}
+        self._shown: dict[Held, Tensor] = {}
+
+    def rows(self) -> Iterator[Row]:
+        """Yield all entries of the state dict, in the order of the unsharded model's."""
+        own = state_dict_as_it_is(self.module, self.units)
+        names = {clean_name(name) for name in own}
+        if len(names) < len(own):
+            raise ConfigError(
+                "state dict: two names are one without the prefixes of wrappers: "
+                f"{sorted(own)[:8]}; rename a module"
+            )
+        for name, value in own.items():
+            held = self._held.get(id(value))
+            shown = value if held is None else self.shown(held)
+            yield Row(clean_name(name), shown, held, own_name=name)
+
+    def shown(self, held: Held) -> Tensor:
+        """Return a sharded parameter as a DTensor, the same object at every call."""
+        if held not in self._shown:
+            self._shown[held] = held.as_dtensor()
+        return self._shown[held]
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield clean names and parameters; sharded ones as ``shown``, tied ones only once."""
+        for name, param, held in named_sharded(self.module, self.units):
+            yield name, param if held is None else self.shown(held)
+
+    def all_held(self) -> Iterable[Held]:
+        """Return all parameters that units own."""
+        return self._held.values()
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank is the first of all ranks that hold the model."""
+        return is_first_rank(self.units)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The largest mesh of any sharded parameter; None if there is no such parameter."""
+        shown: list[Any] = [self.shown(held) for held in self._held.values()]
+        meshes = [param.device_mesh for param in shown]
+        return max({id(mesh): mesh for mesh in meshes}.values(), key=_extent, default=None)
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes; the CPU if nothing is sharded."""
+        return self.units[0].device if self.units else torch.device("cpu")
+
+    @property
+    def is_lent_elsewhere(self) -> bool:
+        """Return whether another rank has full parameters on loan, and this one has not."""
+        lendings = [unit.lending for unit in self.units if unit.lending is not None]
+        return any(not lending.is_shown for lending in lendings)
+
+    def rewritten(self) -> None:
+        """Tell the engines that sharded parameters have new values."""
+        for unit in self.units:
+            if not unit.is_lent:  # else that is told when the loan ends
+                engine_of(unit).rewritten(unit)
+
+    def check_complete(self, what: str) -> None:
+        """Raise ``TornStepError`` if an interrupted optimizer step left weights partly updated."""
+        for unit in self.units:
+            engine_of(unit).steps.check_complete(what)
+
+    def forget_interrupted(self) -> None:
+        """Clear the records of interrupted steps: all ranks know what became of the weights."""
+        for unit in self.units:
+            engine_of(unit).forget_interrupted(unit)
+
+
+def _extent(mesh: DeviceMesh) -> tuple[int, int, bool]:
+    """Return a sort key: size, number of dims, then whether ranks are in ascending order."""
+    ranks = mesh.mesh.flatten().tolist()
+    return mesh.size(), mesh.ndim, ranks == sorted(ranks)
+
+
+def full(
+    tree: Tree, rows: Sequence[Row], *, rank0_only: bool, cpu: bool, copies: bool = True
+) -> Iterator[tuple[Row, Any]]:
+    """Yield each row with its whole value, gathered one at a time; a collective.
+
+    With ``rank0_only`` all ranks take part in gathering, but only the first rank yields. Tied
+    parameters of a model share one whole tensor. Without ``copies``, tensors that need not be
+    gathered are not cloned.
+    """
+    is_given = not rank0_only or tree.is_first
+    seen: dict[int, Any] = {}
+    for row in rows:
+        number = id(row.value)
+        if row.key or number not in seen:
+            whole = row.value
+            if row.held is not None:
+                whole = full_held(row.held, rank0_only=rank0_only)
+            elif isinstance(whole, Tensor):
+                whole = full_value(row.value)
+                if copies and not isinstance(row.value, DTensor):
+                    whole = whole.clone()
+            on_cpu = cpu and is_given and isinstance(whole, Tensor)
+            seen[number] = whole.cpu() if on_cpu else whole if is_given else None
+        if is_given:
+            yield row, seen[number]
+
+
+def sharded(
+    rows: Iterable[Row], mesh: DeviceMesh | None, *, plain_shards: bool
+) -> Iterator[tuple[Row, Any]]:
+    """Yield each row with its value for a sharded state dict, which shares the live memory.
+
+    Args:
+        rows: rows of a model or of an optimizer.
+        mesh: put DTensors on this mesh if that takes no communication; None: their own mesh.
+        plain_shards: gather, and cut again, DTensors not placed by ``Shard`` and ``Replicate``.
+    """
+    for row in rows:
+        value = row.value.detach() if isinstance(row.value, Tensor) else row.value
+        if isinstance(value, DTensor) and plain_shards:
+            value = plainly_sharded(value, mesh)
+        elif isinstance(value, DTensor) and mesh is not None:
+            value = on_larger_mesh(value, mesh)
+        yield row, value
+
+
+def part_here(value: Tensor) -> tuple[Tensor, Region]:
+    """Return what this rank holds of a tensor of the model, and which elements these are."""
+    if not isinstance(value, DTensor):
+        return value.detach(), whole(value.shape)
+    mesh = value.device_mesh
+    region = region_of(value.shape, value.placements, mesh.shape, coordinate_in(mesh))
+    return _dtensor.local_of(value), region
+
+
+def some(names: Iterable[str], between: str = ", ") -> str:
+    """Return the first eight names, for messages, and how many more there are."""
+    names = list(names)
+    return between.join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,398 @@
+"""Load weights that others trained, from safetensors files, into a sharded model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.format import datafile
+from fullshard.checkpoint.saving import await_save
+from fullshard.checkpoint.state import Row, Tree, part_here, some
+from fullshard.checkpoint.weights.names import (
+    Chosen,
+    InFile,
+    Stored,
+    StoredReader,
+    adapted_layers,
+    check_fits,
+    check_loadable,
+    choose,
+    read_index,
+    reset_adapters,
+)
+from fullshard.comm.council import Council
+from fullshard.errors import ConfigError
+from fullshard.frontend.contexts import unshard_params
+from fullshard.frontend.ownership import owner_of
+from fullshard.frontend.places import Place
+from fullshard.layout.region import Region, whole
+from fullshard.tensors.form import clean_name
+
+_BUFFER_NBYTES = 32 << 20
+
+
+class Conversion(NamedTuple):
+    """How ``load_weights`` makes a tensor of a model from a stored one that is unlike it.
+
+    Attributes:
+        shape: of the stored tensor.
+        make: called on every rank with the whole stored tensor, in the dtype of the files; returns
+            the whole tensor of the model, of which each rank then keeps its part.
+    """
+
+    shape: tuple[int, ...]
+    make: Callable[[Tensor], Tensor]
+
+
+class LoadedWeights(NamedTuple):
+    """The names of tensors that ``load_weights`` did not load.
+
+    Attributes:
+        missing: names of the model's tensors that the files lack.
+        unexpected: names in the files that the model lacks.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+def load_weights(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    init: Callable[[nn.Module], object] | None = None,
+    convert: Mapping[str, Conversion] | None = None,
+) -> LoadedWeights:
+    """Load safetensors files as ``transformers`` writes them; all ranks must call this.
+
+    Each rank reads its own parts, a piece at a time. A model on the meta device gets memory on the
+    device of its mesh first. Tensors that the files lack, such as buffers that are not saved, are
+    then initialised, equally on all ranks and with full parameters: by ``init``, by
+    ``_init_weights`` of a model of ``transformers``, by ``peft`` for an adapter, else by the
+    ``reset_parameters`` of their modules. Random values depend on ``torch.manual_seed`` on the
+    first rank. Layers that have adapters of ``peft`` are found by their names without them.
+
+    Args:
+        model: a model, sharded or not; values are cast to its dtypes.
+        folder: has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
+            names; or such a file itself.
+        strict: refuse files that lack tensors of the model, or have others.
+        init: called with each module on the meta device that has a tensor the files lack.
+        convert: by name, how a tensor of the model is made from stored ones; each rank holds one
+            such tensor in full at a time.
+
+    Raises:
+        ConfigError: files and model do not fit, with all differences. Nothing was changed, unless
+            ``init`` or its like left something without a value, which is seen afterwards.
+        CheckpointError: files are missing or damaged; if they could be opened, some values may
+            have been loaded.
+        LostRankError: a rank ended or hangs.
+        ProtocolError: during a forward, a backward or ``unshard_params``.
+
+    All ranks raise the same.
+    """
+    await_save()
+    folder = Path(folder)
+    council = Council(f"load weights from {folder}", "load", "weights")
+    listed = council.agree(lambda: None, lambda _: read_index(folder))
+    files = {name: InFile(one[0], one[1], tuple(one[2])) for name, one in listed.items()}
+    targets: list[_Target] = []
+
+    def plan() -> list[list[str]]:
+        targets.append(_Target(model, files, init, convert or {}))
+        chosen = targets[0].chosen
+        with StoredReader(folder, files) as reader:
+            unlike = [
+                f"{first} and {second}"
+                for first, second in chosen.doubles
+                if reader.differ(first, second, council.rank, council.world)
+            ]
+        return [chosen.missing, chosen.unexpected, unlike]
+
+    def compare(said: list[list[list[str]]]) -> list[Any]:
+        missing = list(dict.fromkeys(name for one, _, _ in said for name in one))
+        nowhere = set(said[0][1]).intersection(*(own for _, own, _ in said))
+        unlike = list(dict.fromkeys(pair for *_, pairs in said for pair in pairs))
+        unexpected = [name for name in said[0][1] if name in nowhere]
+        problems = []
+        if strict and missing:
+            problems.append(f"the files lack {some(missing)}")
+        if strict and unexpected:
+            problems.append(f"the model lacks {some(unexpected)}")
+        if unlike:
+            problems.append(
+                f"{some(unlike)} differ in the files, but the model ties them: build the model "
+                "with tie_word_embeddings=False"
+            )
+        if problems:
+            raise ConfigError("they do not fit; " + "; ".join(problems))
+        return [missing, unexpected, torch.initial_seed()]
+
+    missing, unexpected, seed = council.agree(plan, compare)
+    council.agree(lambda: targets[0].fill(folder, seed))
+    return LoadedWeights(missing, unexpected)
+
+
+class _Target:
+    """A model and the stored tensors that it is filled with.
+
+    Raises:
+        ConfigError: they do not fit; nothing was changed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        files: Mapping[str, InFile],
+        init: Callable[[nn.Module], object] | None,
+        convert: Mapping[str, Conversion],
+    ) -> None:
+        self._model = model
+        self._files = files
+        self._convert = convert
+        check_loadable(model)
+        tree = Tree(model, "load_weights", without_values=True)
+        rows = [row for row in tree.rows() if isinstance(row.value, Tensor)]
+        names: dict[int, list[str]] = {}
+        for row in rows:
+            names.setdefault(id(row.value), []).append(row.name)
+        shapes = {row.name: tuple(row.value.shape) for row in rows}
+        nowhere = [name for name in convert if name not in shapes]
+        if nowhere:
+            raise ConfigError(f"convert names {some(nowhere)}, which the model lacks")
+        shapes |= {name: tuple(one.shape) for name, one in convert.items()}
+        self.chosen: Chosen = choose(model, list(names.values()), shapes, files)
+        self._names = set(self.chosen.parts)
+        # Memory on another device makes new Parameters of those that no unit owns.
+        self._tied = [
+            [row.own_name for row in rows if id(row.value) == number]
+            for number, same in names.items()
+            if len(same) > 1
+        ]
+        self._device = tree.device
+        problems = []
+        dtypes = {row.name: row.value.dtype for row in rows}
+        dtypes |= dict.fromkeys(convert, torch.float32)  # of some floating point
+        for name, parts in self.chosen.parts.items():
+            for part in parts:
+                try:
+                    check_fits(part, files[part.name], dtypes[name])
+                except ConfigError as error:
+                    problems.append(str(error))
+        tied = {name: same[0] for same in names.values() for name in same}
+        filled = {name for name, first in tied.items() if first in self._names}
+        self._lacking = _lacking(model, filled, init)
+        problems += [
+            f"{name} is on the meta device and not in the files, and "
+            f"{type(one.module).__name__} has no reset_parameters(): pass load_weights an init"
+            for one in self._lacking
+            for name in one.names
+            if one.initialise is None
+        ]
+        if problems:
+            raise ConfigError("they do not fit; " + some(problems, "; "))
+
+    def fill(self, folder: Path, seed: int) -> None:
+        """Give the model memory, initialise what the files lack, and read."""
+        self._model._apply(self._with_memory)
+        self._tie()
+        drawn_on = [] if self._device.type == "cpu" else [self._device]
+        with torch.random.fork_rng(drawn_on), torch.no_grad():
+            torch.manual_seed(seed)
+            for one in self._lacking:
+                with unshard_params(one.module, recurse=False) if one.is_sharded else nullcontext():
+                    one.fill()
+        tree = Tree(self._model, "load_weights")
+        with StoredReader(folder, self._files) as reader, torch.no_grad():
+            for row in tree.rows():
+                if row.name in self._convert:
+                    self._fill_converted(row, reader)
+                elif row.name in self._names:
+                    _fill(row, self.chosen.parts[row.name], reader)
+        tree.rewritten()
+
+    def _tie(self) -> None:
+        """Tie again what was tied before the model got memory."""
+        for first, *others in self._tied:
+            tensors, own = _place(self._model, first)
+            for other in others:
+                its, last = _place(self._model, other)
+                if its[last] is not tensors[own]:
+                    its[last] = tensors[own]
+
+    def _fill_converted(self, row: Row, reader: StoredReader) -> None:
+        """Read a stored tensor whole, and keep this rank's part of what is made of it.
+
+        Raises:
+            ConfigError: that has another shape or dtype than the model's.
+        """
+        conversion, value = self._convert[row.name], row.value
+        region, parts = whole(conversion.shape), self.chosen.parts[row.name]
+        dtype = datafile.dtype_in_file(self._files[parts[0].name].dtype)
+        read = torch.empty(conversion.shape, dtype=dtype)
+        for stored in parts:
+            _read(stored, region, read.view(-1), reader)
+        made = conversion.make(read)
+        if made.shape != value.shape or made.dtype != value.dtype:
+            raise ConfigError(
+                f"convert made {made.dtype} {tuple(made.shape)} of {row.name}, which is "
+                f"{value.dtype} {tuple(value.shape)} here"
+            )
+        local, region = part_here(value)
+        memory = torch.empty(region.numel, dtype=local.dtype)
+        made = made.contiguous()
+        for one in region.overlaps(whole(made.shape)):
+            box = made.as_strided(one.sizes, one.other_strides, one.other_offset)
+            memory.as_strided(one.sizes, one.strides, one.offset).copy_(box)
+        _put(memory, local, 0)
+
+    def _with_memory(self, own: Tensor) -> Tensor:
+        if not own.is_meta:
+            return own
+        device = self._device
+        if isinstance(own, DTensor) and own.device_mesh.device_type != device.type:
+            device = torch.device(own.device_mesh.device_type)  # tensor-parallel, in no unit
+        return torch.empty_like(own, device=device)
+
+
+def _fill(row: Row, parts: Sequence[Stored], reader: StoredReader) -> None:
+    """Read what this rank holds of a tensor, a piece at a time."""
+    local, region = part_here(row.value)
+    step = max(_BUFFER_NBYTES // local.element_size(), 1)
+    for start in range(0, region.numel, step):
+        piece = region.part(start, min(start + step, region.numel))
+        in_place = local.is_contiguous() and local.device.type == "cpu"
+        memory = (
+            local.view(-1)[start : start + piece.numel]
+            if in_place
+            else torch.empty(piece.numel, dtype=local.dtype)
+        )
+        for stored in parts:
+            _read(stored, piece, memory, reader)
+        if not in_place:
+            _put(memory, local, start)
+
+
+def _read(stored: Stored, piece: Region, memory: Tensor, reader: StoredReader) -> None:
+    """Read what a stored tensor has of ``piece`` into ``memory``, flat."""
+    for one in piece.overlaps(stored.region):
+        starts, offset = [], one.other_offset
+        for size in stored.region.grid[::-1]:
+            offset, start = divmod(offset, size)
+            starts.append(start)
+        read = reader.read(stored, starts[::-1], one.sizes)
+        at = memory.storage_offset() + one.offset
+        memory.as_strided(one.sizes, one.strides, at).copy_(read)
+
+
+def _put(memory: Tensor, local: Tensor, start: int) -> None:
+    """Copy elements to their places in a tensor of any strides, from element ``start`` on."""
+    offset = 0
+    for box in whole(local.shape).part(start, start + memory.numel()).boxes():
+        target = local
+        for dim, one in enumerate(box):
+            target = target.narrow(dim, *one)
+        source = memory[offset : offset + target.numel()]
+        target.copy_(source.view(target.shape))
+        offset += target.numel()
+
+
+def _place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Return the parameters or buffers of the module that has a tensor, and its name there."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    return (module._parameters if own in module._parameters else module._buffers), own
+
+
+class _Lacking(NamedTuple):
+    """A module with tensors on the meta device that the files lack, and what gives them values."""
+
+    module: nn.Module
+    names: dict[str, str]
+    """Of the tensors: in the model, and in the module or below."""
+    initialise: Callable[[nn.Module], object] | None
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if a unit owns one of the tensors."""
+        return any(owner_of(Place(*place)) is not None for place in self._places())
+
+    def fill(self) -> None:
+        """Give values to the tensors.
+
+        Raises:
+            ConfigError: one has none then.
+        """
+        assert self.initialise is not None
+        before = self._tensors()
+        versions = {name: own._version for name, own in before.items()}
+        self.initialise(self.module)
+        for name, own in self._tensors().items():
+            if own is before[name] and own._version == versions[name]:
+                raise ConfigError(
+                    f"{type(self.module).__name__} left {name} as it was; pass load_weights an "
+                    "init that gives it a value"
+                )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        places = zip(self.names, self._places(), strict=True)
+        return {name: getattr(module, own) for name, (module, own) in places}
+
+    def _places(self) -> list[tuple[nn.Module, str]]:
+        split = (own.rpartition(".") for own in self.names.values())
+        return [(self.module.get_submodule(path), last) for path, _, last in split]
+
+
+def _lacking(
+    model: nn.Module, filled: set[str], init: Callable[[nn.Module], object] | None
+) -> list[_Lacking]:
+    """Return the modules that have tensors on the meta device that will not be filled."""
+    found = []
+    of_models: dict[str, Any] = {}  # by the path of a module: the innermost model's around it
+    layers = list(adapted_layers(model))
+    adapters = tuple(prefix for layer in layers for prefix in layer.prefixes)
+    for path, module in model.named_modules():
+        around = of_models.get(path.rpartition(".")[0])
+        is_model = hasattr(type(module), "base_model_prefix")
+        of_models[path] = getattr(module, "_init_weights", around) if is_model else around
+        names = {
+            name: own
+            for name, own in _on_meta(path, module).items()
+            if name not in filled and not (adapters and name.startswith(adapters))
+        }
+        reset = _reset if hasattr(module, "reset_parameters") else None
+        if names:
+            found.append(_Lacking(module, names, init or of_models[path] or reset))
+    for layer in layers:
+        names = {
+            f"{layer.path}{name}": f"{path}.{own}" if path else own
+            for path, module in layer.layer.named_modules()
+            for name, own in _on_meta(path, module).items()
+        }
+        names = {name: own for name, own in names.items() if name.startswith(layer.prefixes)}
+        if names:
+            found.append(_Lacking(layer.layer, names, init or partial(reset_adapters, model)))
+    return found
+
+
+def _on_meta(path: str, module: nn.Module) -> dict[str, str]:
+    """Return the names, below ``path`` and in ``module``, of its own tensors on the meta device."""
+    tensors = {**module._parameters, **module._buffers}
+    return {
+        clean_name(f"{path}.{own}" if path else own): own
+        for own, tensor in tensors.items()
+        if tensor is not None and tensor.is_meta
+    }
+
+
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]

@@ -1,0 +1,513 @@
+"""Export weights: Hugging Face's names, which rank has which part, files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.checkpoint.format import (
+    UNFINISHED,
+    FileInfo,
+    Manifest,
+    datafile,
+    flush_folder,
+    make_folder,
+    write_flushed,
+)
+from fullshard.checkpoint.saving import (
+    Collected,
+    await_save,
+    digests_of,
+    merged,
+    refuse_apart,
+    shared,
+    shared_digests,
+)
+from fullshard.checkpoint.weights.names import (
+    INDEX,
+    SINGLE,
+    Stored,
+    check_merged,
+    own_class,
+    plain_names,
+    pretrained,
+    stored_tensors,
+)
+from fullshard.comm.blocking import all_to_all_bytes
+from fullshard.comm.council import Council
+from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.layout.region import Overlap, Region
+
+ALIGN = 16
+
+
+def described(council: Council, found: Collected, model: nn.Module, options: object) -> Manifest:
+    """Return what all ranks have of ``model``; one decision of ``council``.
+
+    Args:
+        council: of all ranks.
+        found: empty; gets what this rank has.
+        model: sharded or not.
+        options: in JSON's types; equal on all ranks.
+
+    Raises:
+        ConfigError: ranks differ in ``options``.
+        UnsupportedError: the model has extra state, which goes nowhere.
+    """
+
+    def collect() -> list[object]:
+        found.add_model(model)
+        states = {name: state for name, state in found.values["states"].items() if state}
+        if states:
+            raise UnsupportedError(
+                f"extra state of modules, {', '.join([*states][:8])}, has no place among weights; "
+                "save() keeps it"
+            )
+        return [shared(council, found), options]
+
+    def describe(said: list[list[object]]) -> str:
+        if any(one[1] != said[0][1] for one in said):
+            raise ConfigError("ranks differ in their options: give all the same")
+        contents, numbers = merged(council, [str(key) for key, _ in said])
+        files = [FileInfo(f"rank-{rank}", rank, 0, "", one) for rank, one in enumerate(numbers)]
+        manifest = Manifest(0, 0.0, {}, contents, files, None)
+        manifest.check()
+        return manifest.to_json().decode()
+
+    return Manifest.from_json(council.agree(collect, describe).encode())
+
+
+class Planned(NamedTuple):
+    """A tensor as others know it, and the dtype in which they get it."""
+
+    stored: Stored
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.stored.region.numel * self.dtype.itemsize
+
+
+def planned_tensors(
+    model: nn.Module, manifest: Manifest, dtype: torch.dtype | None
+) -> list[Planned]:
+    """Return all tensors; those of floating point in ``dtype`` unless it is None.
+
+    Raises:
+        ConfigError: files cannot hold ``dtype``, or it is not of floating point.
+        UnsupportedError: adapters are not merged.
+    """
+    check_merged(model)
+    if dtype is not None and not (dtype.is_floating_point and datafile.is_known(dtype)):
+        raise ConfigError(f"dtype={dtype}: expected one of floating point that files can hold")
+    entries = {n.removeprefix("model/"): manifest.entry(n) for n in manifest.names()}
+    used = plain_names(model, entries, in_use=True)
+    shapes = {name: entry.shape for name, entry in entries.items() if name in used}
+    found = []
+    for stored in stored_tensors(model, shapes):
+        own = datafile.dtype_of(entries[stored.source].dtype)
+        cast = dtype is not None and own.is_floating_point
+        found.append(Planned(stored, dtype if cast and dtype is not None else own))
+    return found
+
+
+def grouped(
+    tensors: Sequence[Planned], nbytes: int, size: Callable[[Planned], int]
+) -> list[list[Planned]]:
+    """Divide tensors, in their order, into groups of at most ``nbytes``, or of one tensor."""
+    found: list[list[Planned]] = []
+    room = 0
+    for one in tensors:
+        if not found or size(one) > room:
+            found.append([])
+            room = nbytes
+        found[-1].append(one)
+        room -= size(one)
+    return found
+
+
+class FilePiece(NamedTuple):
+    """Elements ``start`` to ``stop`` of a tensor; ``file`` is the number of where it goes."""
+
+    file: int
+    planned: Planned
+    start: int
+    stop: int
+
+    @property
+    def source(self) -> str:
+        """Name of the model's tensor in a manifest."""
+        return f"model/{self.planned.stored.source}"
+
+    @property
+    def region(self) -> Region:
+        """Its elements of the model's tensor."""
+        return self.planned.stored.region.part(self.start, self.stop)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return (self.stop - self.start) * self.planned.dtype.itemsize
+
+
+class Share(NamedTuple):
+    """The part of a piece that one rank has.
+
+    Attributes:
+        at: number of the piece in its batch.
+        piece: the piece.
+        overlaps: what the piece and the rank's part have in common.
+        nbytes: the size of that.
+    """
+
+    at: int
+    piece: FilePiece
+    overlaps: list[Overlap]
+    nbytes: int
+
+
+def shares_of(manifest: Manifest, batch: Sequence[FilePiece]) -> list[list[Share]]:
+    """Return for each rank the parts that it has of the pieces in ``batch``."""
+    found: list[list[Share]] = [[] for _ in manifest.files]
+    for at, piece in enumerate(batch):
+        for part in manifest.parts(piece.source, piece.region):
+            overlaps = list(piece.region.overlaps(part.region))
+            nbytes = sum(one.numel for one in overlaps) * piece.planned.dtype.itemsize
+            if nbytes:
+                found[part.file.rank].append(Share(at, piece, overlaps, nbytes))
+    return found
+
+
+def size_of(shares: Sequence[Share]) -> int:
+    """Return the size of a message with these parts, in bytes."""
+    return sum(aligned(share.nbytes) for share in shares)
+
+
+def aligned(nbytes: int) -> int:
+    """Return the next multiple of ``ALIGN``."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def pack(shares: Sequence[Share], parts: Mapping[str, Tensor], message: Tensor) -> None:
+    """Put parts that this rank has into a message, in the dtypes in which they are wanted.
+
+    Args:
+        shares: of this rank.
+        parts: the local tensors of this rank, by the names of a manifest.
+        message: flat bytes on any device.
+    """
+    offset = 0
+    for share in shares:
+        local = parts[share.piece.source].detach().reshape(-1)
+        first, start = local.storage_offset(), offset
+        for one in share.overlaps:
+            box = local.as_strided(one.sizes, one.other_strides, first + one.other_offset)
+            nbytes = one.numel * share.piece.planned.dtype.itemsize
+            place = message[start : start + nbytes].view(share.piece.planned.dtype)
+            place.view(one.sizes).copy_(box)
+            start += nbytes
+        offset += aligned(share.nbytes)
+
+
+def unpack(shares: Sequence[Share], message: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Put a message's parts into the pieces of the batch, flat tensors."""
+    offset = 0
+    for share in shares:
+        values = message[offset : offset + share.nbytes].view(share.piece.planned.dtype)
+        counts = [one.numel for one in share.overlaps]
+        piece = pieces[share.at]
+        first = piece.storage_offset()
+        for one, source in zip(share.overlaps, values.split(counts), strict=True):
+            target = piece.as_strided(one.sizes, one.strides, first + one.offset)
+            target.copy_(source.view(one.sizes))
+        offset += aligned(share.nbytes)
+
+
+log = logging.getLogger(__name__)
+
+_BUFFER_NBYTES = 32 << 20  # what a rank sends and receives at once, about
+_SMALLEST_FILE_NBYTES = 64 << 20
+
+
+def save_weights(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_nbytes: int = 5_000_000_000,
+) -> None:
+    """Write a model's weights to the new folder ``folder``; all ranks must call this.
+
+    ``transformers`` and ``load_weights`` read them. Ranks write different files at the same time,
+    and hand each other what these need, a piece at a time; no rank ever has a whole model. For a
+    model of ``transformers``, its configuration is written as well.
+
+    Args:
+        model: a model, sharded or not.
+        folder: does not exist; it appears when everything is on the disk.
+        dtype: cast weights and buffers of floating point to this; None: as they are.
+        max_file_nbytes: the size of files, unless one tensor is larger.
+
+    Raises:
+        ConfigError: there is something at ``folder``, or ranks hold plain parameters of one name
+            with different values.
+        UnsupportedError: such files cannot hold something of this model.
+        CheckpointError: a rank could not write; nothing is left behind.
+        LostRankError: a rank ended or hangs.
+        ProtocolError: during a forward, a backward or ``unshard_params``.
+
+    All ranks raise the same.
+    """
+    await_save()
+    folder = Path(folder)
+    council = Council(f"save weights to {folder}", "save", "weights")
+    found = Collected(council.rank, council.world)
+    manifest = described(council, found, model, [str(dtype), max_file_nbytes])
+    plans: list[_Plan] = []
+
+    def plan() -> str:
+        if max_file_nbytes < 1:
+            raise ConfigError(f"max_file_nbytes={max_file_nbytes}: expected a positive number")
+        plans.append(_Plan(model, manifest, dtype, max_file_nbytes))
+        return shared_digests(council, digests_of(found.replicas))
+
+    def begin(keys: list[str]) -> str:
+        refuse_apart(council, keys)
+        if folder.exists():
+            raise ConfigError("there is something at this path; weights need a new one")
+        unfinished = folder.with_name(f"{UNFINISHED}{folder.name}-{uuid.uuid4().hex[:8]}")
+        make_folder(unfinished)
+        return str(unfinished)
+
+    unfinished = Path(council.agree(plan, begin))
+
+    def write() -> None:
+        _Writer(plans[0], found.parts, council, unfinished).write()
+
+    def finish(_: list[None]) -> None:
+        plans[0].write_index(unfinished)
+        _write_configuration(model, unfinished, plans[0])
+        flush_folder(unfinished)
+        unfinished.rename(folder)
+        flush_folder(folder.parent)
+
+    council.agree(write, finish, undo=lambda: shutil.rmtree(unfinished, ignore_errors=True))
+
+
+class _Plan:
+    """Which tensors are in which files; the same on all ranks.
+
+    Attributes:
+        files: the tensors of each file, in the order in which they are written.
+        names: of the files.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        manifest: Manifest,
+        dtype: torch.dtype | None,
+        max_file_nbytes: int,
+    ) -> None:
+        self.manifest = manifest
+        world = len(manifest.files)
+        self.tensors = planned_tensors(model, manifest, dtype)
+        for one in self.tensors:
+            if one.dtype == torch.complex128:
+                raise UnsupportedError(
+                    f"{one.stored.name} is of {one.dtype}; such files cannot hold it"
+                )
+        share = sum(one.nbytes for one in self.tensors) // world
+        limit = min(max_file_nbytes, max(share + 1, _SMALLEST_FILE_NBYTES))
+        groups = grouped(self.tensors, limit, lambda one: one.nbytes) or [[]]
+        # Large elements first, so that every tensor is aligned to its elements.
+        self.files = [sorted(group, key=lambda one: -one.dtype.itemsize) for group in groups]
+        count = len(groups)
+        self.names = [f"model-{at + 1:05d}-of-{count:05d}.safetensors" for at in range(count)]
+        if count == 1:
+            self.names = [SINGLE]
+
+    def rounds(self, rank: int, nbytes: int) -> Iterator[list[FilePiece]]:
+        """Yield what ``rank`` writes, so many bytes at a time."""
+        world = len(self.manifest.files)
+        batch: list[FilePiece] = []
+        room = nbytes
+        for number, file in enumerate(self.files):
+            for one in file if number % world == rank else ():
+                start = 0
+                while start < one.stored.region.numel:
+                    count = max(room // one.dtype.itemsize, 1)
+                    stop = min(start + count, one.stored.region.numel)
+                    batch.append(FilePiece(number, one, start, stop))
+                    room -= batch[-1].nbytes
+                    start = stop
+                    if room <= 0:
+                        yield batch
+                        batch, room = [], nbytes
+        if batch:
+            yield batch
+
+    def write_index(self, folder: Path) -> None:
+        """Write which tensor is in which file, if there are several."""
+        if len(self.files) > 1:
+            pairs = zip(self.names, self.files, strict=True)
+            where = {one.stored.name: name for name, file in pairs for one in file}
+            size = sum(one.nbytes for one in self.tensors)
+            index = {"metadata": {"total_size": size}, "weight_map": where}
+            text = json.dumps(index, indent=2, sort_keys=True)
+            write_flushed(folder / INDEX, f"{text}\n".encode())
+
+
+class _Writer:
+    """Writes this rank's files, and gives other ranks what theirs need."""
+
+    def __init__(
+        self, plan: _Plan, parts: Mapping[str, Tensor], council: Council, folder: Path
+    ) -> None:
+        self._plan = plan
+        self._parts = parts
+        self._rank, self._world = council.rank, council.world
+        self._folder = folder
+        self._file: Any = None
+        self._file_number = -1
+        self._buffers: dict[str, Tensor] = {}
+
+    def write(self) -> None:
+        """Take part in all rounds; a collective."""
+        nbytes = _BUFFER_NBYTES // 2 // min(self._world, len(self._plan.files))
+        rounds = [list(self._plan.rounds(rank, nbytes)) for rank in range(self._world)]
+        failure: Exception | None = None
+        for number in range(max(map(len, rounds))):
+            batches = [own[number] if number < len(own) else [] for own in rounds]
+            shares = [shares_of(self._plan.manifest, batch) for batch in batches]
+            given = self._exchange(shares, failure)
+            if given is None:
+                break
+            try:
+                self._write(batches[self._rank], shares[self._rank], given)
+            except Exception as error:
+                failure = error  # the next round says so
+        try:
+            self._close()
+            self._write_empty_files()
+        except Exception as error:
+            failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _exchange(
+        self, shares: Sequence[Sequence[Sequence[Share]]], failure: Exception | None
+    ) -> list[Tensor] | None:
+        """Send each rank what its batch needs of this one; return what all sent to this rank.
+
+        Args:
+            shares: by the rank that writes, and the rank that sends.
+            failure: why this rank cannot go on; if it is None, raised afterwards.
+
+        Returns:
+            None on all ranks if one cannot go on.
+        """
+        own = [of_writer[self._rank] for of_writer in shares]
+        lengths = [_nbytes(one) for one in own]
+        sizes = [_nbytes(one) for one in shares[self._rank]]
+        sent = self._buffer("sent", sum(lengths))
+        given = sent if self._world == 1 else self._buffer("given", sum(sizes))
+        messages = sent.split(lengths)
+        for message in messages:
+            message[0] = 0
+        try:
+            if failure is None:
+                for one, message in zip(own, messages, strict=True):
+                    pack(one, self._parts, message[ALIGN:])
+                for message in messages:
+                    message[0] = 1
+        finally:
+            found = all_to_all_bytes(sent, lengths, given, sizes)
+        return found if all(one[0] for one in found) else None
+
+    def _buffer(self, name: str, nbytes: int) -> Tensor:
+        """Return flat bytes, in memory of all rounds: the allocator would keep some of each."""
+        if name not in self._buffers or self._buffers[name].nbytes < nbytes:
+            self._buffers.pop(name, None)
+            self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffers[name][:nbytes]
+
+    def _write(
+        self,
+        batch: Sequence[FilePiece],
+        shares: Sequence[Sequence[Share]],
+        given: Sequence[Tensor],
+    ) -> None:
+        """Put the parts of each piece together and write it."""
+        sizes = [aligned(piece.nbytes) for piece in batch]
+        places = self._buffer("pieces", sum(sizes)).split(sizes)
+        pieces = [
+            place[: piece.nbytes].view(piece.planned.dtype)
+            for place, piece in zip(places, batch, strict=True)
+        ]
+        for own, data in zip(shares, given, strict=True):
+            unpack(own, data[ALIGN:], pieces)
+        for piece, values in zip(batch, pieces, strict=True):
+            self._open(piece.file)
+            data = datafile.array_of(datafile.bytes_of(values))
+            datafile.write_all(self._file, memoryview(data))
+
+    def _open(self, number: int) -> None:
+        """Begin file ``number``, unless it is open."""
+        if number != self._file_number:
+            self._close()
+            self._file_number = number
+            self._file = (self._folder / self._plan.names[number]).open("xb", buffering=0)
+            tensors = [(p.stored.name, p.dtype, p.stored.shape) for p in self._plan.files[number]]
+            header = datafile.header_of(tensors, {"format": "pt"})
+            datafile.write_all(self._file, memoryview(header))
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with self._file:
+                os.fsync(self._file.fileno())
+            self._file = None
+
+    def _write_empty_files(self) -> None:
+        """Write this rank's files that have no elements at all."""
+        for number, file in enumerate(self._plan.files):
+            empty = not any(one.stored.region.numel for one in file)
+            if empty and number % self._world == self._rank:
+                self._open(number)
+                self._close()
+
+
+def _write_configuration(model: nn.Module, folder: Path, plan: _Plan) -> None:
+    """Write ``config.json`` and its like, if the model is of ``transformers``."""
+    inner = pretrained(model)
+    if inner is None or not hasattr(inner.config, "save_pretrained"):
+        return
+    config = copy.deepcopy(inner.config)
+    config.architectures = [own_class(inner).__name__]
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # what is written is not quantised
+    dtypes = [one.dtype for one in plan.tensors if one.dtype.is_floating_point]
+    if dtypes:
+        config.dtype = max(set(dtypes), key=dtypes.count)
+    config.save_pretrained(folder)
+    if getattr(inner, "generation_config", None) is not None and inner.can_generate():
+        try:
+            inner.generation_config.save_pretrained(folder)
+        except ValueError as error:  # it may be inconsistent; weights are worth more
+            log.warning("%s has no generation_config.json: %s", folder, error)
+
+
+def _nbytes(shares: Sequence[Share]) -> int:
+    """Return the size of the message with these parts, behind the sign that a rank could."""
+    return ALIGN + size_of(shares)

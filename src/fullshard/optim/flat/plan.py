@@ -1,0 +1,291 @@
+"""The plan of a step: which neighbours in memory are stepped together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, repeat
+from operator import add, attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard._torch import dtensor as _dtensor
+from fullshard.optim.flat.scalars import is_placed_like
+from fullshard.optim.flat.segment import Run, same
+from fullshard.optim.inner import Groups, numbered
+from fullshard.tensors import FlatPart, flat_part_of, is_ragged, local_part, local_parts
+
+
+class Position(NamedTuple):
+    """The position of a parameter in memory.
+
+    Attributes:
+        line: everything that members of a run have in common: their group, the buffers of
+            parameters and of gradients, the shift between the two, the age of their state.
+        number: the index in memory order; neighbors have consecutive numbers. None for a parameter
+            without elements, which is a neighbor of all parameters on its line.
+    """
+
+    line: Hashable
+    number: int | None
+
+
+def find_runs(positions: Sequence[Position | None]) -> list[tuple[int, ...]]:
+    """Split all parameters into the fewest runs whose members are neighbors on one line.
+
+    Args:
+        positions: one per parameter; None for a parameter without neighbors. On any one line either
+            all numbers are None or none is.
+
+    Returns:
+        Runs of indices into ``positions``; each run is in memory order, runs by first member.
+    """
+    lines: dict[Hashable, list[tuple[int, int]]] = {}
+    runs: list[tuple[int, ...]] = []
+    for index, position in enumerate(positions):
+        if position is None:
+            runs.append((index,))
+            continue
+        line = lines.setdefault(position.line, [])
+        line.append((len(line) if position.number is None else position.number, index))
+    for line in lines.values():
+        line.sort()
+        cuts = [i for i, (one, two) in enumerate(pairwise(line), 1) if one[0] + 1 != two[0]]
+        runs += [tuple(index for _, index in line[a:b]) for a, b in pairwise((0, *cuts, len(line)))]
+    return sorted(runs)
+
+
+def gradients(params: Iterable[Tensor]) -> list[Tensor | None]:
+    """Return the gradient of each parameter."""
+    return list(map(_grad_of, params))
+
+
+_grad_of = attrgetter("grad")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A parameter to step, with the positions of its memory and of its gradient's.
+
+    Attributes:
+        group: number of its parameter group.
+        age: the value that parameters must have in common to share state.
+        local: its local tensor.
+        part: position of ``local`` in a flat buffer; None if it is in none.
+        grad_part: the same for the gradient.
+        on_host: see ``Run``.
+    """
+
+    param: Tensor
+    group: int
+    age: Hashable
+    local: Tensor
+    part: FlatPart | None
+    grad_part: FlatPart | None
+    on_host: bool | None = None
+
+    @classmethod
+    def of(
+        cls,
+        param: Tensor,
+        grad: Tensor | None,
+        group: int,
+        age: Hashable,
+        on_host: bool | None = None,
+    ) -> Candidate:
+        """Describe ``param``; without ``grad``, assume a gradient laid out like the parameter."""
+        local = local_part(param)
+        part = _part_of(local)
+        grad_part = part if grad is None else _part_of(local_part(grad))
+        return cls(param, group, age, local, part, grad_part, on_host)
+
+    def position(self, *, by_grad: bool) -> Position | None:
+        """Return the position, None if in no buffer; not ``by_grad``: for an ideal gradient."""
+        if not self.local.numel():
+            kind = (self.local.dtype, self.local.device, self.on_host)
+            return Position((self.group, self.age, *kind), None)
+        grad_part = self.grad_part if by_grad else self.part
+        if self.part is None or grad_part is None:
+            return None
+        shift = (grad_part.number - self.part.number, grad_part.start - self.part.start)
+        line = (self.group, self.age, id(self.part.flat), id(grad_part.flat), *shift)
+        return Position(line, self.part.number)
+
+
+def _position_of_gradient(param: Tensor) -> FlatPart | None:
+    return None if param.grad is None else _part_of(local_part(param.grad))
+
+
+def _part_of(local: Tensor) -> FlatPart | None:
+    return flat_part_of(local) if local.layout is torch.strided else None
+
+
+class Freedom(NamedTuple):
+    """Limits within which gradients may move before the runs must be recomputed.
+
+    Attributes:
+        anywhere: True if there are as few runs as if gradients were laid out like parameters.
+        stray: a parameter that is in a buffer while its gradient is in none, if there is one.
+            As long as this gradient is in none, recomputing the runs gains nothing.
+    """
+
+    anywhere: bool
+    stray: Tensor | None
+
+
+def line_up(candidates: Sequence[Candidate]) -> tuple[list[Run], Freedom]:
+    """Return new runs, and how far gradients may move before these are outdated."""
+    runs = find_runs([one.position(by_grad=True) for one in candidates])
+    fewest = find_runs([one.position(by_grad=False) for one in candidates])
+    strays = (one.param for one in candidates if one.part and not one.grad_part)
+    freedom = Freedom(len(runs) == len(fewest), next(strays, None))
+    return [_run_of([candidates[i] for i in run]) for run in runs], freedom
+
+
+def _run_of(members: Sequence[Candidate]) -> Run:
+    first = members[0]
+    params = [one.param for one in members]
+    if not first.local.numel():
+        return Run(params, [0] * len(members), first.on_host)
+    if first.part is None and (first.local is first.param or not first.local.is_contiguous()):
+        return Run(params, None, first.on_host)
+    start = first.part.start if first.part else 0
+    offsets = [one.part.start - start if one.part else 0 for one in members]
+    return Run(params, offsets, first.on_host)
+
+
+class Lineup:
+    """The runs of a step, and the facts from which they were computed.
+
+    Attributes:
+        runs: one run for each tensor that the inner optimizer steps.
+        firsts: for each run the number of its first parameter, counted over all groups.
+        exposed: parameters that autograd may have saved; it saves unsharded copies of the rest.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        grads: Sequence[Tensor | None],
+        runs: Sequence[Run],
+        freedom: Freedom,
+    ) -> None:
+        """Record the facts on which ``runs`` depend.
+
+        Args:
+            groups: the groups of all parameters.
+            grads: the gradient of each parameter, or None.
+            runs: the runs of all parameters with gradients.
+            freedom: how far gradients may move before ``runs`` are outdated.
+        """
+        self._params = params = [param for _, param in numbered(groups)]
+        self._sizes = [len(group["params"]) for group in groups]
+        self._absent = list(map(is_, grads, repeat(None)))
+        number_of = {id(param): number for number, param in enumerate(params)}
+        numbers = [[number_of[id(param)] for param in run.params] for run in runs]
+        self.runs = runs
+        self.firsts = [those[0] for those in numbers]
+        pairs = list(zip(runs, numbers, strict=True))
+        self._placed = [n for run, those in pairs if run.parts is not None for n in those]
+        self._addresses = self._find(params)
+        self._loose = [n for run, those in pairs if not run.is_joined for n in those]
+        self.exposed = [params[n] for n in self._loose]
+        self._stray = None if freedom.anywhere else freedom.stray
+        self._is_free = freedom.anywhere or freedom.stray is not None
+        bound = [pair for pair in pairs if pair[0].is_joined or not self._is_free]
+        self._chains = _Chains(bound, grads)
+
+    def stands(self, groups: Groups, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
+        """Return whether the runs are still right as far as addresses tell.
+
+        The caller must also check that each run finds its memory, see ``Run.memory``, because
+        addresses prove nothing once a buffer has been freed.
+        """
+        return (
+            same(params, self._params)
+            and [len(group["params"]) for group in groups] == self._sizes
+            and list(map(is_, grads, repeat(None))) == self._absent
+            and self._find(params) == self._addresses
+            and (self._stray is None or _position_of_gradient(self._stray) is None)
+            and self._chains.hold(grads, anywhere=self._is_free)
+            and _are_ready([params[n] for n in self._loose], [grads[n] for n in self._loose])
+        )
+
+    def _find(self, params: Sequence[Tensor]) -> list[int]:
+        return list(map(Tensor.data_ptr, local_parts([params[n] for n in self._placed])))
+
+
+class _Chains:
+    """Gradients that must stay neighbors.
+
+    Only addresses are kept, because gradients are freed after each step and may come back at other
+    addresses. While their distances from each other stay the same, no lookup per gradient is
+    needed: all checks are passes over lists in C.
+    """
+
+    def __init__(
+        self, pairs: Iterable[tuple[Run, Sequence[int]]], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Record addresses; ``pairs`` holds runs with the numbers of their parameters."""
+        self._numbers: list[int] = []  # of parameters, run after run
+        self._leaders: list[int] = []  # index in ``_numbers`` of the run's first
+        self._nbytes: list[int] = []  # distance of its gradient from that of the run's first
+        for run, numbers in pairs:
+            grad = grads[numbers[0]]
+            if run.parts is not None and grad is not None:
+                self._leaders += [len(self._numbers)] * len(numbers)
+                self._nbytes += [part.offset * grad.itemsize for part in run.parts]
+                self._numbers += numbers
+        self._addresses = self._find(grads)
+
+    def hold(self, grads: Sequence[Any], *, anywhere: bool) -> bool:
+        """Return whether addresses are the old ones, or, if ``anywhere``, only the distances."""
+        found = self._find(grads)
+        if found is None or found == self._addresses:
+            return found is not None
+        firsts = map(found.__getitem__, self._leaders)
+        return anywhere and found == list(map(add, firsts, self._nbytes))
+
+    def _find(self, grads: Sequence[Any]) -> list[int] | None:
+        """Return their addresses; None if one is not contiguous or has no address (sparse)."""
+        locals_now = list(map(local_part, map(grads.__getitem__, self._numbers)))
+        try:
+            all_there = all(map(Tensor.is_contiguous, locals_now))
+            return list(map(Tensor.data_ptr, locals_now)) if all_there else None
+        except RuntimeError:
+            return None
+
+
+def align(params: Sequence[Tensor], grads: list[Tensor | None]) -> None:
+    """Give gradients in the list ``grads`` the placements of their parameters.
+
+    This communicates, so parameters are taken in the same order on all ranks. A plain optimizer
+    leaves such redistribution to the operations of DTensor.
+    """
+    for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        if isinstance(param, DTensor) and isinstance(grad, DTensor) and not is_ready(param, grad):
+            placed = _placed_like(param, grad)
+            grads[number] = placed if type(local_part(placed)) is Tensor else placed.clone()
+
+
+def _placed_like(param: DTensor, grad: DTensor) -> Tensor:
+    if is_ragged(param) and not is_ragged(grad):  # DTensor cannot redistribute to ragged intervals
+        return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+    return grad.redistribute(param.device_mesh, param.placements)
+
+
+def _are_ready(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Return whether ``is_ready`` holds for all pairs; passes in C if they share placements."""
+    if _dtensor.share_specs(params, grads):
+        return set(map(type, _dtensor.locals_of(grads))) <= {Tensor}
+    return all(map(is_ready, params, grads))
+
+
+def is_ready(param: Tensor, grad: Tensor) -> bool:
+    """Return whether the gradient has the parameter's placements and no pending collective."""
+    if not isinstance(param, DTensor):
+        return True
+    return is_placed_like(param, grad) and type(local_part(grad)) is Tensor

@@ -1,0 +1,296 @@
+"""A run: parameters that step as one tensor; their state is parts of the run's state.
+
+    parameters    | w w w w w w | . . | b b b |    a slice of their buffer
+    gradients     | g g g g g g | . . | g g g |    a slice of theirs, laid out alike
+    exp_avg       | m m m m m m | . . | m m m |    flat, made by the inner optimizer
+    step          3                                made by the inner optimizer too
+    steps         [3, 3]                           one copy of step per parameter
+
+    state[w]      exp_avg: a view of the first six, in the form of w; step: a view of steps[0]
+
+The inner optimizer steps ``tensor``, to which memory is lent only during a step: a run that held
+references would keep alive parameters that ``.to()`` replaced, and would keep the engine from
+reusing the buffer of the gradients. Users see views of the run's state, and when a run splits, the
+new runs use views of it too: edits in place need no copying, and what users hold stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
+from itertools import chain, repeat
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fullshard._torch import autograd as _autograd
+from fullshard._torch import memory as _memory
+from fullshard.optim.flat.scalars import StateOf, is_cut, is_cut_tensor
+from fullshard.optim.host import host_like
+from fullshard.tensors import announce_flat, flat_part_of, local_part, shown_like
+
+_NOTHING: dict[str, Any] = {}
+_MISSING = object()
+
+
+def same(one: Iterable[object], other: Iterable[object]) -> bool:
+    """Return whether both hold the same objects in the same order."""
+    return all(map(is_, chain(one, (_MISSING,)), chain(other, (_MISSING,))))
+
+
+class Extent(NamedTuple):
+    """The position of a parameter's elements in the tensor of its run."""
+
+    offset: int
+    numel: int
+    shape: torch.Size
+
+
+class Run:
+    """Parameters that step as one tensor.
+
+    Attributes:
+        params: neighbors in a buffer, or one parameter, or any number without local elements.
+        tensor: the parameter of the inner optimizer; it has no memory between steps.
+        parts: positions of the parameters in ``tensor``, which is 1-D; None if the run has a single
+            parameter and ``tensor`` has the shape of its local tensor.
+        is_shown: True once users see the state of the run.
+        on_host: whether its cut state lives in host memory or on the device of the parameters;
+            None: wherever it is.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        offsets: Sequence[int] | None,
+        on_host: bool | None = None,
+    ) -> None:
+        """Create a run with parameters at ``offsets``, or None for one that keeps its shape."""
+        self.params = tuple(params)
+        self.on_host = on_host
+        is_dry = local_part(params[0]).is_meta
+        self._nothing = _NOTHING_ON_META if is_dry else _EMPTY
+        self.tensor = nn.Parameter(self._nothing.clone())
+        self.parts: tuple[Extent, ...] | None = None
+        shapes = [local_part(param).shape for param in params]
+        self._shape = shapes[0]
+        if offsets is not None:
+            self.parts = tuple(
+                Extent(offset, shape.numel(), shape)
+                for offset, shape in zip(offsets, shapes, strict=True)
+            )
+            self._shape = torch.Size([self.parts[-1].offset + self.parts[-1].numel])
+        self.is_shown = False
+        self._shown: dict[str, object] = {}  # by key: the value shown, or the base of the views
+        self._copies: dict[str, Tensor] = {}  # by key: one row for each parameter
+        self._flats: dict[str, Tensor] = {}  # by key: the announced buffer of cut state
+        self._entries: list[object] = []
+        self._version = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the tensor, padding included."""
+        return self._shape.numel()
+
+    @property
+    def is_joined(self) -> bool:
+        """Return whether parameters and gradients must be neighbors."""
+        return len(self.params) > 1 and self.numel > 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return local_part(self.params[0]).device
+
+    @property
+    def flats(self) -> Iterable[Tensor]:
+        """The buffers of the state; ``flat_part_of`` finds them while the run is alive."""
+        return self._flats.values()
+
+    def is_like(self, other: Run) -> bool:
+        """Return whether both have the same parameters, offsets, and place for their state."""
+        where = (self.parts, self.on_host) == (other.parts, other.on_host)
+        return where and same(self.params, other.params)
+
+    # memory
+
+    def memory(self, first: Tensor) -> Tensor | None:
+        """Return the memory of the run, given the local tensor of its first parameter or gradient.
+
+        Return None if ``first`` is not in a buffer with room for the run.
+        """
+        if self.parts is None:
+            return first.detach()
+        if not self.is_joined:
+            return first.detach().reshape(-1)
+        place = flat_part_of(first)
+        if place is None or place.start + self._shape[0] > place.flat.numel():
+            return None
+        return place.flat.narrow(0, place.start, self._shape[0])
+
+    def lend(self, memory: Tensor, grad: Tensor | None) -> None:
+        """Lend ``memory`` and ``grad`` to the tensor."""
+        self.tensor.data = memory
+        _autograd.set_grad(self.tensor, grad)
+
+    def take_back(self) -> None:
+        """Take memory and gradient away from the tensor."""
+        self.tensor.grad = None
+        self.tensor.data = self._nothing
+
+    # state
+
+    def is_untouched(self, state: StateOf) -> bool:
+        """Return whether ``state`` is as shown; edits in memory of the run do not count."""
+        owns = map(state.get, self.params, repeat(_NOTHING))
+        return self._version == _autograd.versions(self._copies.values()) and same(
+            chain.from_iterable(map(dict.values, owns)), self._entries
+        )
+
+    def read(
+        self, state: StateOf, flats: Container[int], singles: Container[str]
+    ) -> dict[str, Any]:
+        """Return state for the tensor, joined from that of the parameters, which are of one age.
+
+        State that one of ``flats`` (``id`` of buffers) already holds in the layout of the run is
+        used in place. ``singles``: see ``is_cut``.
+        """
+        values: dict[str, Any] = {}
+        for key, value in state.get(self.params[0], _NOTHING).items():
+            if is_cut_tensor(self.params[0], key, value, singles):
+                locals_now = [local_part(state[param][key]).detach() for param in self.params]
+                values[key] = self._join(key, locals_now, flats)
+            else:
+                values[key] = value.detach().clone() if isinstance(value, Tensor) else value
+        return values
+
+    def cut(self, values: Mapping[str, Any], singles: Container[str]) -> dict[str, Tensor]:
+        """Return the state with one element per element of the tensor; ``singles``: ``is_cut``."""
+        return {
+            key: value
+            for key, value in values.items()
+            if isinstance(value, Tensor) and is_cut(key, value.shape, self._shape, singles)
+        }
+
+    def show(
+        self,
+        values: dict[str, Any],
+        state: MutableMapping[Tensor, dict[str, Any]],
+        singles: Container[str],
+    ) -> None:
+        """Show ``values``, the inner optimizer's state of the tensor, in ``state``.
+
+        ``singles``: see ``is_cut``.
+        """
+        news: dict[str, Sequence[object]] = {}
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                if is_cut(key, value.shape, self._shape, singles):
+                    self._show_cut(key, values, news)
+                    continue
+                if len(self.params) > 1:
+                    self._show_shared(key, value, news)
+                    continue
+            if value is not self._shown.get(key, _MISSING):
+                self._shown[key] = value
+                news[key] = [value] * len(self.params)
+        gone = self._shown.keys() - values.keys()
+        if news or gone or not self.is_shown:
+            self._write(news, gone, state)
+        self.is_shown = True
+        self._version = _autograd.versions(self._copies.values())
+
+    def _show_cut(
+        self, key: str, values: dict[str, Any], news: dict[str, Sequence[object]]
+    ) -> None:
+        value, shown = values[key], self._shown.get(key)
+        if value is shown:
+            return
+        if isinstance(shown, Tensor) and _is_alike(value, shown):
+            values[key] = shown.copy_(value)  # new each step; users keep the old tensor
+            return
+        grad = self.tensor.grad
+        if grad is not None and grad.numel() and _memory.is_at(value, grad):
+            values[key] = value = value.clone()  # state is the gradient itself, only lent
+        if self.parts is not None and (key not in self._flats or shown is not None):
+            announce_flat(value, ((part.offset, part.numel) for part in self.parts))
+            self._flats[key] = value
+        self._shown[key] = value
+        news[key] = [
+            shown_like(param, view)
+            for param, view in zip(self.params, self._views(value), strict=True)
+        ]
+
+    def _show_shared(self, key: str, value: Tensor, news: dict[str, Sequence[object]]) -> None:
+        copies = self._copies.get(key)
+        if copies is None or not _is_alike(copies, value, rows=True):
+            copies = value.new_empty((len(self.params), *value.shape))
+            self._copies[key] = copies
+            self._shown[key] = copies
+            news[key] = copies.unbind()
+        copies.copy_(value)
+
+    def _write(
+        self,
+        news: dict[str, Sequence[object]],
+        gone: Iterable[str],
+        state: MutableMapping[Tensor, dict[str, Any]],
+    ) -> None:
+        owns = [state[param] for param in self.params]
+        for key in list(gone):
+            holders: tuple[dict[str, Any], ...] = (self._shown, self._copies, self._flats, *owns)
+            for holder in holders:
+                holder.pop(key, None)
+        for key, entries in news.items():
+            for own, entry in zip(owns, entries, strict=True):
+                own[key] = entry
+        self._entries = [*chain.from_iterable(map(dict.values, owns))]
+
+    def _views(self, value: Tensor) -> list[Tensor]:
+        """Return each parameter's part of ``value``, in the local shape of the parameter."""
+        if self.parts is None:
+            return [value]
+        views = [value.narrow(0, part.offset, part.numel).view(part.shape) for part in self.parts]
+        return [_memory.own_storage(view) for view in views]
+
+    def _join(self, key: str, locals_now: list[Tensor], flats: Container[int]) -> Tensor:
+        first = locals_now[0]
+        if self.parts is None:
+            return self._new(first).copy_(first)
+        flat, start = self._neighbours(locals_now)
+        if flat is not None and id(flat) in flats:
+            self._flats[key] = flat
+            return flat.narrow(0, start, self._shape[0])
+        joined = self._new(first, self._shape).zero_()
+        views = [joined.narrow(0, part.offset, part.numel).view(part.shape) for part in self.parts]
+        torch._foreach_copy_(views, locals_now)
+        return joined
+
+    def _new(self, like: Tensor, shape: torch.Size | None = None) -> Tensor:
+        """Return memory like ``like``, or of another shape, where the state of the run lives."""
+        device = like.device if self.on_host is None else self.device
+        dry = torch.empty_like(like, device="meta")
+        if shape is not None:
+            dry = dry.new_empty(shape)
+        return host_like(dry, device) if self.on_host else torch.empty_like(dry, device=device)
+
+    def _neighbours(self, locals_now: Sequence[Tensor]) -> tuple[Tensor | None, int]:
+        """Return the buffer that holds the tensors at offsets like the parts', and its start."""
+        places = [flat_part_of(local) for local in locals_now]
+        first = places[0]
+        for place, part in zip(places, self.parts or (), strict=True):
+            if place is None or first is None or place.flat is not first.flat:
+                return None, 0
+            if place.start - first.start != part.offset:
+                return None, 0
+        return (None, 0) if first is None else (first.flat, first.start)
+
+
+_EMPTY = torch.empty(0, device="cpu")
+_NOTHING_ON_META = torch.empty(0, device="meta")
+
+
+def _is_alike(shown: Tensor, value: Tensor, *, rows: bool = False) -> bool:
+    shape = shown.shape[1:] if rows else shown.shape
+    return (shape, shown.dtype, shown.device) == (value.shape, value.dtype, value.device)

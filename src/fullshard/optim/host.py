@@ -1,0 +1,257 @@
+"""Optimizer state that stays on the host between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fullshard.device import Lane, LaneEvent, host_tensor, make_lanes
+from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
+from fullshard.optim.inner import Groups, Inner, Steppable
+from fullshard.tensors import flat_part_of, local_part
+
+FRACTION = "host_fraction"
+
+
+def checked_fraction(fraction: Any, label: str) -> float:
+    """Return ``fraction`` as a float.
+
+    Raises:
+        ArgumentTypeError: it is not a number.
+        ConfigError: it is not in 0 to 1.
+    """
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+        raise ArgumentTypeError(
+            f"{label}: {FRACTION}={fraction!r}, expected a number in 0 to 1: the share of state "
+            "that lives in host memory"
+        )
+    if not 0 <= fraction <= 1:
+        raise ConfigError(
+            f"{label}: {FRACTION}={fraction!r}, expected a number in 0 (all state on the device) "
+            "to 1 (all in host memory)"
+        )
+    return float(fraction)
+
+
+def refuse_fraction(options: Any, label: str) -> None:
+    """Refuse options of an optimizer that cannot have its state in host memory.
+
+    Raises:
+        UnsupportedError: ``options`` have a fraction.
+    """
+    if FRACTION in options:
+        raise UnsupportedError(
+            f"{label}: {FRACTION}={options[FRACTION]!r}, but only ShardedOptimizer has state in "
+            "host memory; leave it out, or shard with offload_policy=CPUOffloadPolicy()"
+        )
+
+
+def fewest(sizes: Sequence[int], fraction: float) -> list[int]:
+    """Return indices of ``sizes`` that add up to at least ``fraction`` of all, none needlessly.
+
+    Small ones are preferred, since what is streamed needs room on the device.
+    """
+    need = fraction * sum(sizes)
+    chosen: list[int] = []
+    total = 0
+    for at in sorted(range(len(sizes)), key=lambda at: (sizes[at], at)):
+        if total < need:
+            chosen.append(at)
+            total += sizes[at]
+    for at in tuple(chosen):
+        if total - sizes[at] >= need:
+            chosen.remove(at)
+            total -= sizes[at]
+    return sorted(chosen)
+
+
+def hosted(groups: Groups, fractions: Sequence[float]) -> set[int]:
+    """Return the ``id`` of each parameter whose state lives in host memory.
+
+    What a group has in one buffer, its part of a unit, is kept together. Sizes are those on this
+    rank, so ranks with equal shards choose alike; nothing depends on it.
+    """
+    chosen: set[int] = set()
+    for group, fraction in zip(groups, fractions, strict=False):
+        if fraction:
+            blocks = list(_blocks(group["params"]))
+            sizes = [sum(local_part(one).nbytes for one in block) for block in blocks]
+            chosen |= {id(one) for at in fewest(sizes, fraction) for one in blocks[at]}
+    return chosen
+
+
+def _blocks(params: Sequence[Tensor]) -> list[list[Tensor]]:
+    blocks: dict[int, list[Tensor]] = {}
+    for param in params:
+        local = local_part(param)
+        part = flat_part_of(local)
+        if local.numel() and not local.is_meta:
+            blocks.setdefault(id(param if part is None else part.flat), []).append(param)
+    return list(blocks.values())
+
+
+_NUM_FETCHED = 2  # runs whose state is on the device
+
+
+def host_like(like: Tensor, device: torch.device) -> Tensor:
+    """Return memory of the host, shaped and strided like ``like``, for copies to ``device``."""
+    flat = host_tensor(like.numel(), like.dtype, pinned=device.type != "cpu")
+    return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
+
+
+class HostedRun(Steppable, Protocol):
+    """A run, whose state may live on the host."""
+
+    on_host: bool | None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its parameters."""
+
+    def cut(self, values: Mapping[str, Any], singles: frozenset[str]) -> dict[str, Tensor]:
+        """Return the state with one element per element of the run."""
+
+
+class HostCopies:
+    """Copies of state between the host and one device, on lanes of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lanes = make_lanes(device)
+        self._back: LaneEvent | None = None  # behind the last copy to the host
+        self._fetched: dict[HostedRun, tuple[dict[str, Tensor], LaneEvent]] = {}
+
+    def fetch(self, run: HostedRun, home: Mapping[str, Tensor]) -> None:
+        """Begin to copy ``home``, the state of ``run``, to the device, unless begun already."""
+        if run in self._fetched:
+            return
+        # What is read may still be arriving, and memory may still be left by the run before last.
+        self._lanes.join(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
+        with self._lanes.on(Lane.HOST_TO_DEVICE):
+            here = {
+                key: torch.empty_strided(
+                    one.shape, one.stride(), dtype=one.dtype, device=self._device
+                ).copy_(one, non_blocking=True)
+                for key, one in home.items()
+            }
+            self._fetched[run] = here, self._lanes.mark()
+
+    def take(self, run: HostedRun) -> dict[str, Tensor]:
+        """Return the state of a run on the device; later computation waits for it."""
+        here, arrived = self._fetched.pop(run)
+        self._lanes.untrack_streams()
+        self._lanes.wait_event(Lane.COMPUTE, arrived)
+        return here
+
+    def bring_home(self, now: dict[str, Tensor], here: dict[str, Tensor], home: Any) -> Any:
+        """Begin to copy stepped state to the host; return it there, with what is new in it.
+
+        Args:
+            now: state after the step; what lies elsewhere than before is copied once more.
+            here: what ``take`` returned; nobody may use it any longer.
+            home: memory of ``here`` on the host.
+        """
+        fresh = {key: one for key, one in now.items() if not _is_alike(one, home.get(key))}
+        kept = {key: home[key] for key in now if key not in fresh}
+        for key in kept:
+            if now[key] is not here[key]:
+                here[key].copy_(now[key])
+        self._lanes.join(Lane.DEVICE_TO_HOST, Lane.COMPUTE)
+        with self._lanes.on(Lane.DEVICE_TO_HOST):
+            for key, one in kept.items():
+                one.copy_(here[key], non_blocking=True)
+            self._back = self._lanes.mark()
+        return kept | {key: self.to_host(one) for key, one in fresh.items()}
+
+    def to_host(self, value: Tensor) -> Tensor:
+        """Return a copy on the host of what the current lane has written; block the host."""
+        return host_like(value, self._device).copy_(value)
+
+    def wait(self) -> None:
+        """Block the host until all copies to it are done."""
+        if self._back is not None:
+            self._back.synchronize()
+            self._back = None
+
+    def leave(self) -> None:
+        """Drop what was fetched and not taken, if a step did not get so far."""
+        self._fetched.clear()
+
+
+class Stream:
+    """The turns of a step: first the runs with state on the device, then each other run alone."""
+
+    def __init__(self, inner: Inner) -> None:
+        self._inner = inner
+        self._copies: dict[torch.device, HostCopies] = {}
+        self._staying: Sequence[Sequence[HostedRun]] = ()  # by group
+        self._hosted: list[tuple[int, HostedRun]] = []
+
+    def set_runs(self, groups: Groups, runs: Sequence[Sequence[HostedRun]]) -> None:
+        """Set what the next steps step, by group."""
+        self._inner.set_runs(groups, runs)
+        self._staying = [[run for run in its if not run.on_host] for its in runs]
+        self._hosted = [(at, run) for at, its in enumerate(runs) for run in its if run.on_host]
+
+    def to_host(self, run: HostedRun, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``values``, state of ``run`` on its device, with what is cut on the host."""
+        copies, cut = self._copies_of(run), run.cut(values, self._inner.singles)
+        return {**values, **{key: copies.to_host(one) for key, one in cut.items()}}
+
+    def turns(self, groups: Groups) -> Iterator[AbstractContextManager[None]]:
+        """Yield contexts, in each of which the inner optimizer steps once."""
+        runs = [run for _, run in self._hosted]
+        self._fetch(runs[:_NUM_FETCHED])
+        if any(self._staying) or not runs:
+            if runs:
+                self._inner.set_runs(groups, self._staying)
+            yield nullcontext()
+        for at, (group, run) in enumerate(self._hosted):
+            self._fetch(runs[at : at + _NUM_FETCHED])
+            yield self._turn(groups, group, run)
+
+    def wait(self) -> None:
+        """Block the host until all state of the host is there."""
+        for copies in self._copies.values():
+            copies.wait()
+
+    def leave(self) -> None:
+        """End a step, whether or not it got to its end."""
+        for copies in self._copies.values():
+            copies.leave()
+
+    def _copies_of(self, run: HostedRun) -> HostCopies:
+        if run.device not in self._copies:
+            self._copies[run.device] = HostCopies(run.device)
+        return self._copies[run.device]
+
+    def _fetch(self, runs: Sequence[HostedRun]) -> None:
+        for run in runs:
+            self._copies_of(run).fetch(run, self._home(run))
+
+    def _home(self, run: HostedRun) -> dict[str, Tensor]:
+        return run.cut(self._inner.state_of(run) or {}, self._inner.singles)
+
+    @contextmanager
+    def _turn(self, groups: Groups, group: int, run: HostedRun) -> Iterator[None]:
+        """Step ``run`` alone, with its state on the device."""
+        copies, home = self._copies_of(run), self._home(run)
+        here = copies.take(run)
+        self._inner.set_runs(groups, [[run] if at == group else [] for at in range(len(groups))])
+        if here:
+            self._inner.state_of(run).update(here)  # type: ignore[union-attr]
+        try:
+            yield
+        finally:  # a step that raises leaves what it has done
+            values = self._inner.state_of(run)
+            if values is not None:
+                now = run.cut(values, self._inner.singles)
+                values.update(copies.bring_home(now, here, home))
+
+
+def _is_alike(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and (one.shape, one.dtype) == (other.shape, other.dtype)

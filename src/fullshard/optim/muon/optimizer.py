@@ -1,0 +1,304 @@
+"""``Muon``: one optimizer for a model, its matrices by Muon, everything else by AdamW."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from fullshard.errors import ArgumentTypeError, ConfigError
+from fullshard.optim.flat import ShardedOptimizer
+from fullshard.optim.host import refuse_fraction
+from fullshard.optim.inner import label_of, numbered
+from fullshard.optim.muon.full import WholeMuon, check_options
+from fullshard.optim.muon.newton_schulz import COEFFICIENTS, Coefficients
+from fullshard.optim.muon.rule import (
+    ADAMW,
+    MUON,
+    Answer,
+    Blocks,
+    Choices,
+    ParamChoice,
+    Rule,
+    choose,
+)
+from fullshard.optim.owned import OwnedOptimizer
+
+Part = OwnedOptimizer | ShardedOptimizer
+
+
+class Muon(Optimizer):
+    """An optimizer for a whole model: Muon for its matrices, AdamW for all other parameters.
+
+    Usage is that of any optimizer, but it is given the model, sharded or not::
+
+        optimizer = Muon(model, lr=0.02, adamw=dict(lr=3e-4))
+        print(optimizer.rule)  # which parameter is stepped by what, and why
+
+    Results are those of ``torch.optim.Muon`` and ``torch.optim.AdamW`` on the unsharded model.
+    Matrices are stepped whole, each by one rank, see ``OwnedOptimizer``; the others in the ranks'
+    shards, see ``ShardedOptimizer``. There are parameter groups of both kinds, told apart by
+    ``group["algorithm"]``, so schedulers scale both learning rates.
+
+    Parameters that are frozen now belong to no group; add them when they are to be trained.
+
+    Attributes:
+        rule: what was chosen for each parameter of the model, in its order; printed, a table.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        adamw: Mapping[str, Any] | None = None,
+        rule: Rule | Mapping[str, Answer] | None = None,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        ns_dtype: torch.dtype | str = torch.bfloat16,
+        batched: bool | None = None,
+    ) -> None:
+        """Create the optimizer; defaults are those of ``torch.optim.Muon`` and ``AdamW``.
+
+        Args:
+            model: the model, after it was sharded; it may still be on the meta device.
+            lr: the learning rate of Muon.
+            adamw: options of ``torch.optim.AdamW``, such as its learning rate.
+            rule: changes of the rule that chooses: a function of a parameter's name and
+                ``ParamInfo``, or answers by pattern, such as ``{"*.router.weight": "adamw"}``. An
+                answer is ``"muon"``, ``"adamw"``, None for the default, or a mapping of options for
+                the parameter, such as ``{"algorithm": "adamw", "weight_decay": 0.0}``, or
+                ``{"blocks": 3}`` for queries, keys and values that are one parameter.
+            weight_decay: the share of a matrix, times ``lr``, that is taken off it in a step.
+            momentum: the factor of the momentum.
+            nesterov: whether Nesterov momentum is used.
+            ns_coefficients: a, b, c of the polynomial of Newton-Schulz.
+            eps: the least norm by which a matrix is divided.
+            ns_steps: iterations of Newton-Schulz.
+            adjust_lr_fn: how ``lr`` depends on a matrix's shape (rows, columns): "original" or
+                None times max(1, rows / columns) ** 0.5; "match_rms_adamw" times 0.2 max(rows,
+                columns) ** 0.5, for learning rates of AdamW; "spectral_unclamped" times
+                (rows / columns) ** 0.5.
+            ns_dtype: the dtype of the products of Newton-Schulz.
+            batched: whether matrices of one shape share products; None: where each is bit-equal to
+                what it is alone, so that results depend on no number of ranks.
+
+        Raises:
+            ConfigError: an option or an answer of ``rule`` cannot work; nothing can be trained.
+            ArgumentTypeError: ``model`` is not a module.
+            UnsupportedError: ``rule`` chose Muon for a parameter that is no matrix, or parameters
+                are joined to flat ones (``use_orig_params=False``).
+        """
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(
+                f"Muon: model is a {type(model).__name__}, expected a module: the rule reads names "
+                "and modules of parameters"
+            )
+        self._options: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": str(ns_dtype).removeprefix("torch."),
+            "batched": batched,
+        }
+        self._adamw = dict(adamw or {})
+        self._parts: dict[str, Part] = {}
+        chosen = list(choose(model, rule))
+        self.rule = Choices([choice for _, choice in chosen])
+        # Strong references: tensors on the meta device with weak ones cannot be given memory.
+        self._chosen: dict[Tensor, ParamChoice] = dict(chosen)
+        trained = [(param, choice) for param, choice in chosen if param.requires_grad]
+        if not trained:
+            raise ConfigError("Muon: the model has no parameter that requires a gradient")
+        super().__init__(list(_groups_of(trained)), {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have gradients.
+
+        Args:
+            closure: a function that computes loss and gradients; called before the step.
+
+        Returns:
+            The result of ``closure``, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        whole: Optimizer = self
+        for part in self._parts.values():
+            part.step_within(whole)
+            whole = part  # what the other part refuses comes when matrices were stepped
+        return loss
+
+    def state_like(self, param: Tensor, key: str, shape: Sequence[int]) -> DTensor | None:
+        """Return an empty tensor cut as the state ``key`` of ``param`` is, for who loads state.
+
+        None: it has the form of state of AdamW; see ``OwnedOptimizer.state_like``.
+        """
+        part = self._parts.get(MUON)
+        return part.state_like(param, key, shape) if isinstance(part, OwnedOptimizer) else None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, for example when layers are unfrozen.
+
+        Without ``"algorithm"`` in the group, each parameter is stepped by what ``rule`` says, and
+        there may be several new groups.
+
+        Raises:
+            ConfigError: a parameter has a group already, or is not one of the model.
+            UnsupportedError: ``"algorithm"`` is Muon, and a parameter is no matrix.
+        """
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        if "algorithm" in param_group:
+            self._add({**param_group, "params": params})
+            return
+        params = [one[1] if isinstance(one, tuple) else one for one in params]
+        unknown = [tuple(param.shape) for param in params if param not in self._chosen]
+        if unknown:
+            raise ConfigError(
+                f"Muon.add_param_group: parameters of shapes {unknown[:4]} were not in the model "
+                'when the optimizer was built; say {"algorithm": "muon"} or "adamw" in the group'
+            )
+        self._check_new(params)
+        options = {key: value for key, value in param_group.items() if key != "params"}
+        for group in _groups_of([(param, self._chosen[param]) for param in params]):
+            self._add({**group, **options})
+
+    def _add(self, group: dict[str, Any]) -> None:
+        refuse_fraction({**self._adamw, **group}, "Muon")
+        algorithm = group["algorithm"]
+        if algorithm not in (MUON, ADAMW):
+            raise ConfigError(f"Muon: algorithm is {algorithm!r}, expected 'muon' or 'adamw'")
+        self._check_new(one[1] if isinstance(one, tuple) else one for one in group["params"])
+        if algorithm == MUON:
+            check_options({"stacked": 0, **self._options, **group})
+        part = self._parts.get(algorithm)
+        if part is not None:
+            part.add_param_group(group)
+        else:
+            part = self._parts[algorithm] = self._part(algorithm, group)
+        self.param_groups.append(part.param_groups[-1])
+        self._share_state()
+
+    def _check_new(self, params: Iterable[Tensor]) -> None:
+        known = {id(param) for _, param in numbered(self.param_groups)}
+        for param in params:
+            if id(param) in known:
+                label = label_of(self.param_groups, param)
+                raise ConfigError(f"Muon: {label} has a group already; give it once")
+
+    def _part(self, algorithm: str, group: dict[str, Any]) -> Part:
+        if algorithm == ADAMW:
+            return ShardedOptimizer([group], AdamW, **self._adamw)
+        return OwnedOptimizer(
+            [group], WholeMuon, blocks=_Blocks(self.rule), independent=True, **self._options
+        )
+
+    def _share_state(self) -> None:
+        """Let this optimizer and its parts have one ``state``."""
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for part in self._parts.values():
+            own = {param for _, param in numbered(part.param_groups)}
+            state.update({param: kept for param, kept in part.state.items() if param in own})
+        self.state = state
+        for part in self._parts.values():
+            part.state = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = ("_options", "_adamw", "_parts", "rule")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in mine}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy; also called at the end of ``load_state_dict``.
+
+        Raises:
+            ConfigError: the state does not fit; nothing was loaded.
+        """
+        if "_parts" in state:  # a copy, whose parts are copied with it
+            super().__setstate__(state)
+            self._chosen = {}
+            self._share_state()
+            return
+        groups = state["param_groups"]
+        order = [group["algorithm"] for group in self.param_groups]
+        for number, (group, own) in enumerate(zip(groups, order, strict=True)):
+            if group.setdefault("algorithm", own) != own:
+                raise ConfigError(
+                    f"Muon.load_state_dict: parameters of group {number} were stepped by "
+                    f"{group['algorithm']}, and are by {own} now; give the rule that was saved"
+                )
+        self._load(groups, state["state"])
+        self._follow_parts(order)
+
+    def _follow_parts(self, order: Sequence[str]) -> None:
+        """Take over groups and state of the parts, whose groups are in this order here."""
+        left = {name: iter(part.param_groups) for name, part in self._parts.items()}
+        self.param_groups = [next(left[name]) for name in order]
+        self._share_state()
+
+    def _load(self, groups: Sequence[dict[str, Any]], state: Mapping[Tensor, Any]) -> None:
+        """Load the parts, all or none."""
+        before: list[tuple[Part, dict[str, Any]]] = []
+        for name, part in self._parts.items():
+            own = [group for group in groups if group["algorithm"] == name]
+            before.append((part, _numbered(part.param_groups, self.state)))
+            try:
+                part.load_state_dict(_numbered(own, state))
+            except Exception:
+                for other, kept in before[:-1]:
+                    other.load_state_dict(kept)
+                order = [group["algorithm"] for group in self.param_groups]
+                self._follow_parts(order)
+                raise
+
+
+def _groups_of(chosen: Sequence[tuple[Tensor, ParamChoice]]) -> Iterator[dict[str, Any]]:
+    """Yield groups of named parameters that have the same options, those of Muon first."""
+    found: dict[str, dict[str, Any]] = {}
+    for param, choice in sorted(chosen, key=lambda pair: pair[1].algorithm == ADAMW):
+        options = {"algorithm": choice.algorithm, **choice.options}
+        if choice.algorithm == MUON:
+            options.setdefault("stacked", choice.stacked)
+        group = found.setdefault(repr(sorted(options.items())), {"params": [], **options})
+        group["params"].append((choice.names[0], param))
+    yield from found.values()
+
+
+def _numbered(groups: Sequence[dict[str, Any]], state: Mapping[Tensor, Any]) -> dict[str, Any]:
+    """Return a state dict of ``groups``, in which parameters are numbers."""
+    params = [param for _, param in numbered(groups)]
+    numbers = iter(range(len(params)))
+    return {
+        "state": {number: state[param] for number, param in enumerate(params) if param in state},
+        "param_groups": [
+            {**group, "params": [next(numbers) for _ in group["params"]]} for group in groups
+        ],
+    }
+
+
+class _Blocks:
+    """The blocks of parameters by name, as ``OwnedOptimizer`` asks for them."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._of = {choice.names[0]: choice.blocks for choice in choices}
+
+    def __call__(self, name: str, shape: Sequence[int]) -> Blocks:
+        """Return the blocks of a parameter."""
+        return self._of.get(name)

@@ -1,0 +1,254 @@
+"""The rule that tells which parameters of a model Muon steps, and which AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from fullshard._torch import nn as _nn
+from fullshard.errors import ConfigError
+from fullshard.optim.muon.full import not_a_matrix
+from fullshard.optim.owned import spread_param_of
+from fullshard.tensors.form import clean_name
+
+MUON, ADAMW = "muon", "adamw"
+
+
+@dataclass(frozen=True, eq=False)
+class ParamInfo:
+    """What a rule may look at, beside the name of a parameter.
+
+    Attributes:
+        param: the parameter; of a sharded model, a rank's part of it.
+        shape: of the whole parameter.
+        names: all names of the parameter, of which a tied one has several.
+        modules: the modules in which it stands, one for each name.
+        vocabularies: the numbers of rows of all embeddings of the model.
+    """
+
+    param: nn.Parameter
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    vocabularies: frozenset[int]
+
+
+Answer = str | Mapping[str, Any] | None
+"""``"muon"`` or ``"adamw"``; None leaves the choice to the default rule. Or a mapping with one of
+these under ``"algorithm"``, perhaps ``"blocks"``, and options of the parameter's group. Blocks are
+the matrices of a parameter: how many of equal height, their heights, or ``"each"`` for one at each
+index of the first dim, the default for parameters of three dims that are no convolution's."""
+
+Blocks = str | tuple[int, ...] | None
+
+Rule = Callable[[str, ParamInfo], Answer]
+
+
+@dataclass(frozen=True, eq=False)
+class ParamChoice:
+    """What was chosen for one parameter.
+
+    Attributes:
+        names: of the parameter; a tied one has several.
+        shape: of the whole parameter.
+        algorithm: ``"muon"`` or ``"adamw"``.
+        why: the reason, in words.
+        blocks: the parts that are stepped as parameters of their own: ``"each"`` index of the first
+            dim, or so many rows each; None if there is only one.
+        stacked: how many leading dims of such a part count matrices.
+        options: of the parameter's group, where they differ from those given for all.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    algorithm: str
+    why: str
+    blocks: Blocks = None
+    stacked: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Choices(Sequence[ParamChoice]):
+    """The choices for all parameters of a model, in its order; printed, they are a table."""
+
+    def __init__(self, choices: Sequence[ParamChoice]) -> None:
+        self._choices = tuple(choices)
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._choices[index]
+
+    def __str__(self) -> str:
+        rows = [("parameter", "shape", "stepped by", "because"), *map(_row, self._choices)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, self._sums()])
+
+    def _sums(self) -> str:
+        sums = {MUON: 0, ADAMW: 0}
+        for one in self._choices:
+            sums[one.algorithm] += math.prod(one.shape)
+        return f"elements: {sums[MUON]:,} by muon, {sums[ADAMW]:,} by adamw"
+
+
+def choose(
+    model: nn.Module, rule: Rule | Mapping[str, Answer] | None
+) -> Iterator[tuple[nn.Parameter, ParamChoice]]:
+    """Yield the parameters of ``model``, in its order, each with what ``rule`` chooses for it.
+
+    Args:
+        model: sharded or not.
+        rule: a function; or answers by pattern, such as ``"*.router.weight"``, of which the first
+            that fits one of a parameter's names counts. What it leaves open, ``default_rule`` says.
+
+    Raises:
+        ConfigError: an answer is not one, or a pattern fits no parameter.
+        UnsupportedError: Muon was chosen for a parameter that is no matrix.
+    """
+    infos = list(_infos(model))
+    asked = _by_pattern(rule, infos) if isinstance(rule, Mapping) else rule
+    for info in infos:
+        yield info.param, _choice(info, asked)
+
+
+def default_rule(name: str, info: ParamInfo) -> tuple[str, str]:
+    """Return ``"muon"`` or ``"adamw"`` for a parameter, and why.
+
+    AdamW steps everything with less than two dims, norms, embeddings, and heads: linear layers that
+    are named so, or that are as wide as an embedding has rows. Of layers in numbered blocks, only
+    the name ``lm_head`` makes a head.
+    """
+    if len(info.shape) < 2:
+        return ADAMW, "fewer than 2 dims"
+    if info.param.is_complex() or not info.param.is_floating_point():
+        return ADAMW, f"{info.param.dtype}".removeprefix("torch.")
+    for own, module in zip(info.names, info.modules, strict=True):
+        why = _why_adamw(own, module, info)
+        if why is not None:
+            return ADAMW, why
+    return MUON, "two dims or more"
+
+
+def _infos(model: nn.Module) -> Iterator[ParamInfo]:
+    places: dict[int, list[tuple[str, nn.Module]]] = {}
+    params: dict[int, nn.Parameter] = {}
+    vocabularies = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            vocabularies.add(module.num_embeddings)
+        for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = clean_name(f"{path}.{own}" if path else own)
+            params[id(param)] = param
+            places.setdefault(id(param), []).append((name, module))
+    for key, param in params.items():
+        names, modules = zip(*places[key], strict=True)
+        spread = spread_param_of(param, f"Muon: parameter {names[0]!r}")
+        shape = tuple(param.shape) if spread is None else spread[0].shape
+        yield ParamInfo(param, shape, names, modules, frozenset(vocabularies))
+
+
+def _choice(info: ParamInfo, rule: Rule | None) -> ParamChoice:
+    name = info.names[0]
+    answer = None if rule is None else rule(name, info)
+    options = dict(answer) if isinstance(answer, Mapping) else {"algorithm": answer}
+    algorithm, blocks = options.pop("algorithm", None), options.pop("blocks", None)
+    why = "the rule given"
+    if algorithm is None:
+        algorithm, why = default_rule(name, info)
+    if algorithm not in (MUON, ADAMW):
+        raise ConfigError(
+            f"Muon: the rule says {answer!r} of parameter {name!r}; expected 'muon' or 'adamw', "
+            "None for the default, or a mapping of options"
+        )
+    if algorithm == ADAMW:
+        return ParamChoice(info.names, info.shape, algorithm, why, options=options)
+    if len(info.shape) < 2 or not info.param.is_floating_point():
+        raise not_a_matrix(f"parameter {name!r}", info.shape, 0, info.param.dtype)
+    blocks, stacked = _matrices(info, blocks)
+    return ParamChoice(info.names, info.shape, algorithm, why, blocks, stacked, options)
+
+
+def _matrices(info: ParamInfo, wanted: Any) -> tuple[Blocks, int]:
+    """Return the blocks of a parameter, and how many leading dims of each count matrices.
+
+    Raises:
+        ConfigError: the parameter has no such blocks.
+    """
+    is_conv = any(isinstance(module, _nn.ConvNd) for module in info.modules)
+    leading = 0 if is_conv else len(info.shape) - 2
+    height = info.shape[0]
+    blocks: Blocks = "each" if wanted == "each" or (wanted is None and leading) else None
+    if isinstance(wanted, int) and wanted > 0 and height % wanted == 0:
+        blocks = (height // wanted,) * wanted
+    elif isinstance(wanted, Sequence) and not isinstance(wanted, str) and sum(wanted) == height:
+        blocks = tuple(wanted)
+    elif wanted not in (None, "each") or (wanted == "each" and len(info.shape) < 3):
+        raise ConfigError(
+            f"Muon: the rule says blocks={wanted!r} of parameter {info.names[0]!r} of shape "
+            f"{info.shape}; expected a number that divides {height}, heights that add up to "
+            f'{height}, or, with more than two dims, "each"'
+        )
+    return blocks, max(0, leading - 1) if blocks == "each" else leading
+
+
+def _by_pattern(rule: Mapping[str, Answer], infos: Sequence[ParamInfo]) -> Rule:
+    for pattern in rule:
+        if not any(fnmatchcase(name, pattern) for info in infos for name in info.names):
+            raise ConfigError(
+                f"Muon: the pattern {pattern!r} of the rule fits no parameter; names are such as "
+                f"{', '.join(info.names[0] for info in infos[:4])}"
+            )
+
+    def answer(_: str, info: ParamInfo) -> Answer:
+        fits = (
+            own
+            for pattern, own in rule.items()
+            if any(fnmatchcase(name, pattern) for name in info.names)
+        )
+        return next(fits, None)
+
+    return answer
+
+
+_LM_HEADS = {"lm_head", "unembed", "unembedding", "embed_out"}
+_HEADS = _LM_HEADS | {"head", "output", "output_layer", "classifier", "score", "logits"}
+
+
+def _why_adamw(name: str, module: nn.Module, info: ParamInfo) -> str | None:
+    """Return why AdamW steps a parameter of two or more dims; None if it does not."""
+    kind, (*path, own) = type(module).__name__, name.split(".")
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or kind.endswith("Embedding"):
+        return "an embedding"
+    if "embed" in own or own.endswith("_token") or own in ("wte", "wpe"):
+        return "an embedding by its name"
+    if "norm" in kind.lower():
+        return "of a norm"
+    if own.endswith("bias"):
+        return "a bias"
+    last = path[-1] if path else ""
+    in_blocks = any(part.isdigit() for part in path)
+    if last in (_LM_HEADS if in_blocks else _HEADS):
+        return f"a head by its name, {last}"
+    is_last = isinstance(module, nn.Linear) and not in_blocks
+    if is_last and info.shape[0] in info.vocabularies:
+        return f"a head, as wide as an embedding has rows, {info.shape[0]:,}"
+    return None
+
+
+def _row(choice: ParamChoice) -> tuple[str, str, str, str]:
+    names = choice.names
+    cut = {} if choice.blocks is None else {"blocks": choice.blocks}
+    options = "".join(f", {key}={value!r}" for key, value in {**cut, **choice.options}.items())
+    tied = f" (= {', '.join(names[1:])})" if len(names) > 1 else ""
+    shape = " x ".join(map(str, choice.shape)) or "()"
+    return names[0] + tied, shape, choice.algorithm, choice.why + options

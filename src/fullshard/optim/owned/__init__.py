@@ -1,0 +1,11 @@
+"""``OwnedOptimizer``: the rank that owns a matrix steps all of it."""
+
+from __future__ import annotations
+
+from fullshard.optim.owned.assign import spread_param_of
+from fullshard.optim.owned.optimizer import OwnedOptimizer
+
+__all__ = [
+    "OwnedOptimizer",
+    "spread_param_of",
+]

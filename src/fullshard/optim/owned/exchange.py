@@ -1,0 +1,148 @@
+"""Bring the parts of matrices to their owners, and what owners made of them back; packed.
+
+    rank 0   w w . . | b        one all-to-all       rank 0   w w w w        whole, at the owner
+    rank 1   . . w w | . b b    ------------->       rank 1            b b b
+
+What a rank keeps of its own does not travel: it is copied, or, if it is the whole matrix, used in
+place. Each way is one exchange of bytes for all dtypes; both ends compute the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.comm import all_to_all
+from fullshard.layout.region import Overlap, Region
+from fullshard.optim.owned.assign import OwnedBlock
+
+_ALIGN = 16  # bytes, so that tensors of any dtype can lie in the buffer
+
+
+class BlockPart(NamedTuple):
+    """Elements that a rank holds of a block, as strided views of the two.
+
+    Attributes:
+        param: number of the parameter among those of the round.
+        block: number of the block among those of the round.
+        overlap: from the local tensor of the rank to the block.
+    """
+
+    param: int
+    block: int
+    overlap: Overlap
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """Return the view of the rank's local tensor."""
+        return _view(local, self.overlap.sizes, self.overlap.strides, self.overlap.offset)
+
+    def of_block(self, block: Tensor) -> Tensor:
+        """Return the view of the block."""
+        one = self.overlap
+        return _view(block, one.sizes, one.other_strides, one.other_offset)
+
+
+def _view(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+    return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
+
+
+def parts_of(
+    region: Region, whole: tuple[int, ...], param: int, number: int, block: OwnedBlock
+) -> list[BlockPart]:
+    """Return what ``region`` of parameter number ``param`` has of block ``number``."""
+    if not region.numel or not block.numel:
+        return []
+    return [BlockPart(param, number, one) for one in region.stretches(block.region(whole))]
+
+
+class Peers(NamedTuple):
+    """The parts that travel between this rank and each rank of a group.
+
+    Attributes:
+        group: the ranks.
+        held: for each rank what this one holds of the blocks which that rank owns.
+        owned: for each rank what that one holds of the blocks which this rank owns.
+    """
+
+    group: dist.ProcessGroup
+    held: list[list[BlockPart]]
+    owned: list[list[BlockPart]]
+
+
+def to_owners(
+    peers: Peers, locals_now: Sequence[Sequence[Tensor]], wholes: Sequence[Sequence[Tensor]]
+) -> None:
+    """Fill the blocks that this rank owns.
+
+    Args:
+        peers: who sends what.
+        locals_now: one sequence of contiguous local tensors, by parameter, for each kind of tensor,
+            such as gradients.
+        wholes: the same of contiguous blocks; only those that this rank owns are used.
+    """
+    sent = [
+        [part.of_local(own[part.param]) for own in locals_now for part in parts]
+        for parts in peers.held
+    ]
+    device = locals_now[0][0].device
+    taken = [
+        [part.of_block(own[part.block]) for own in wholes for part in parts]
+        for parts in peers.owned
+    ]
+    _exchange(peers.group, sent, taken, device)
+
+
+def to_holders(peers: Peers, wholes: Sequence[Tensor], locals_now: Sequence[Tensor]) -> None:
+    """Write the blocks to the local tensors of all ranks; the inverse of ``to_owners``."""
+    sent = [[part.of_block(wholes[part.block]) for part in parts] for parts in peers.owned]
+    taken = [[part.of_local(locals_now[part.param]) for part in parts] for parts in peers.held]
+    _exchange(peers.group, sent, taken, locals_now[0].device)
+
+
+def _exchange(
+    group: dist.ProcessGroup,
+    sent: list[list[Tensor]],
+    taken: list[list[Tensor]],
+    device: torch.device,
+) -> None:
+    """Copy the tensors in ``sent``, by rank, to those in ``taken`` on that rank."""
+    packed, lengths = _pack(sent, device)
+    _, sizes = _places(taken)
+    given = all_to_all(packed, lengths, sizes, group)
+    targets = [one for those in taken for one in those]
+    if targets:
+        torch._foreach_copy_(targets, _views(given, taken))
+
+
+def _pack(sent: list[list[Tensor]], device: torch.device) -> tuple[Tensor, list[int]]:
+    _, lengths = _places(sent)
+    sources = [one for those in sent for one in those]
+    packed = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+    if sources:
+        torch._foreach_copy_(_views(packed, sent), sources)
+    return packed, lengths
+
+
+def _places(tensors: list[list[Tensor]]) -> tuple[list[int], list[int]]:
+    """Return where in a buffer each tensor begins, and how many bytes those of each rank take."""
+    places, lengths, end = [], [], 0
+    for those in tensors:
+        begin = end
+        for one in those:
+            places.append(end)
+            end += -(-one.nbytes // _ALIGN) * _ALIGN
+        lengths.append(end - begin)
+    return places, lengths
+
+
+def _views(buffer: Tensor, tensors: list[list[Tensor]]) -> list[Tensor]:
+    places, _ = _places(tensors)
+    flat = [one for those in tensors for one in those]
+    return [
+        buffer[at : at + one.nbytes].view(one.dtype).view(one.shape)
+        for at, one in zip(places, flat, strict=True)
+    ]

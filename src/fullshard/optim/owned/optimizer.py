@@ -1,0 +1,428 @@
+"""``OwnedOptimizer``: any optimizer for sharded parameters, on whole tensors at one owner each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from fullshard.comm import gather_objects
+from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
+from fullshard.optim.base import Outer
+from fullshard.optim.flat import align, gradients
+from fullshard.optim.inner import KeptOptions, label_of, named, numbered, options_of
+from fullshard.optim.owned.assign import (
+    Cost,
+    Matrix,
+    OwnedBlock,
+    Ranks,
+    Rule,
+    SpreadParam,
+    blocks_of,
+    grain_of,
+    newton_schulz_flops,
+    owners_of,
+    pieces_on,
+    spread_or_plain,
+)
+from fullshard.optim.owned.rounds import Family, Lent, Round, step_round
+from fullshard.optim.owned.state import OwnedParam
+from fullshard.optim.probe import (
+    SEED,
+    Recipe,
+    Shape,
+    Traits,
+    Units,
+    advance,
+    check_draws,
+    check_shapes,
+    keep_unchanged,
+    sample,
+    traits_of,
+    units_of,
+)
+from fullshard.tensors import local_part
+
+log = logging.getLogger("fullshard")
+
+_ROUND_NBYTES = 256 << 20
+
+
+class OwnedOptimizer(Outer):
+    """An optimizer that steps whole tensors with ``optimizer_class``, each on one rank, its owner.
+
+    For classes that look at more than one element, such as ``torch.optim.Muon``, ``Adafactor`` or
+    Shampoo. Each step brings the parts of a matrix, gradient and parameter, to its owner in one
+    packed all-to-all, the owner steps, and a second all-to-all takes the updated parts back to the
+    ranks that hold them. Results are those of ``optimizer_class`` on the unsharded model, bit for
+    bit if the gradients are. No rank does what another does: matrices are given to all ranks of
+    their mesh, replicas and tensor-parallel ranks too, so that costs are balanced. A matrix that a
+    rank holds whole stays there as long as the balance allows, and is stepped in place.
+
+    Parameters travel along with their gradients because owners keep no copy of them, which would
+    take the size of the model divided by the number of ranks; whoever writes parameters between
+    steps need not tell. What owners do keep is the state. ``state`` shows it on all ranks by
+    parameter and name, as RaggedTensors of which only owners hold elements, see ``owned/state.py``;
+    Python numbers are shown as tensors. It is saved, loaded and moved to other owners, meshes and
+    layouts by ``fullshard.checkpoint`` like any other, also to and from the unsharded class. State
+    appears after the first step, in which ranks exchange its shapes.
+
+    ``param_groups``, schedulers, closures, ``GradScaler`` (a ``ShardedGradScaler``: all ranks must
+    skip the same steps), hooks and copies are as with ``ShardedOptimizer``. Gradients must be
+    absent on all ranks or on none. Plain tensors are stepped on every rank, as by the class itself.
+    Methods that ``optimizer_class`` adds to those of every optimizer are not available.
+    """
+
+    _mine = (
+        *Outer._mine,
+        "_cost",
+        "_blocks",
+        "_round_nbytes",
+        "_is_vouched_for",
+        "_traits",
+        "_seed",
+    )
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_class: type[Optimizer],
+        *,
+        cost: Cost | None = None,
+        blocks: Rule | None = None,
+        round_nbytes: int = _ROUND_NBYTES,
+        seed: int | None = None,
+        independent: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Create the optimizer.
+
+        Args:
+            params: parameters, named parameters or parameter groups as for any optimizer; they may
+                still be on the meta device.
+            optimizer_class: a class like those of ``torch.optim``. Its instance on each rank has
+                the matrices that the rank owns, all of a group that are stepped at a time.
+            cost: the cost of a step of a matrix of the given shape, in any unit; None: the
+                operations of five Newton-Schulz steps. Equal on all ranks.
+            blocks: a rule ``(name, shape) -> None | "each" | numbers of rows | int`` that says
+                which parts of a parameter are matrices of their own: "each" index of the first dim,
+                with one dim less, as experts that are stacked; or so many rows each, as in queries,
+                keys and values. None: the whole parameter. The name is "" if ``params`` have none.
+                An int, from the rule or in its stead: the class steps blocks of so many elements
+                independently, as those with 8-bit states do; each rank steps what it holds, but for
+                blocks of which it holds only a part. Tried on small tensors.
+            round_nbytes: a step is done in rounds in each of which an owner gets at most so many
+                bytes of parameters (or one matrix), and as much again of gradients. The class steps
+                once a round.
+            seed: of random numbers that the class draws, as for stochastic rounding. Those of a
+                tensor depend on the seed, its number and the step only. Such a class needs one.
+            independent: True asserts that the class steps each tensor by itself, or each block of
+                elements; None tests the class on small matrices of our own.
+            kwargs: arguments of ``optimizer_class``.
+
+        Raises:
+            UnsupportedError: the class does not step each tensor by itself, or not without a
+                closure, or ``differentiable`` is set; or a parameter is a flat parameter.
+            ConfigError: ``params`` is empty or contains a parameter twice; the class or ``blocks``
+                refuses a parameter.
+            ArgumentTypeError: an argument has a wrong type.
+        """
+        self._check_optimizer_class(optimizer_class)
+        if not isinstance(round_nbytes, int) or isinstance(round_nbytes, bool) or round_nbytes < 1:
+            raise ArgumentTypeError(
+                f"OwnedOptimizer(round_nbytes={round_nbytes!r}): expected a number of bytes above 0"
+            )
+        if isinstance(blocks, int) and (isinstance(blocks, bool) or blocks < 1):
+            raise ArgumentTypeError(
+                f"OwnedOptimizer(blocks={blocks!r}): expected a function, or a number of elements"
+            )
+        self._cost = cost or newton_schulz_flops
+        self._blocks = blocks
+        self._round_nbytes = round_nbytes
+        self._seed = seed
+        self._is_vouched_for = independent is True
+        self._traits = Traits({}, is_late=False, counts=False, makes_state=False)
+        super().__init__(params, optimizer_class, kwargs)
+
+    def _start(self) -> None:
+        super()._start()
+        self._families: list[Family] = []
+        self._owned: dict[int, OwnedParam] = {}  # by ``id`` of the parameter
+        self._loads: list[tuple[set[int], dict[int, float]]] = []  # of each family, by rank
+        self._has_told = False
+
+    def owners_of(self, param: Tensor) -> list[int]:
+        """Return the rank that owns each block of a parameter; [] if every rank steps it.
+
+        Raises:
+            ConfigError: the optimizer does not have the parameter.
+        """
+        self._settle()
+        owned = self._owned.get(id(param))
+        if owned is None:
+            raise ConfigError(f"{self._label}: it has no {label_of(self.param_groups, param)}")
+        if owned.ranks.is_alone:
+            return []
+        return [owned.ranks.numbers[owner] for owner in owned.owners]
+
+    def loads(self) -> dict[int, float]:
+        """Return the cost of what each rank owns, of the meshes that this rank is in."""
+        self._settle()
+        total: dict[int, float] = {}
+        for _, loads in self._loads:
+            for rank, load in loads.items():
+                total[rank] = total.get(rank, 0.0) + load
+        return total
+
+    def state_like(self, param: Tensor, key: str, shape: Sequence[int]) -> DTensor | None:
+        """Return an empty tensor cut as the state ``key`` of ``param`` is, for who loads state.
+
+        None: the state has its usual form, which is not cut unless it has the parameter's shape.
+        The first call may be a collective.
+        """
+        self._settle()
+        owned = self._owned.get(id(param))
+        return None if owned is None else owned.like(key, shape, self._inner.singles)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as to any optimizer; known parameters keep their owners.
+
+        Raises:
+            ConfigError: a parameter is twice in the group, or already in another group; the class
+                does not take it.
+            ArgumentTypeError: the group holds something that is not a tensor.
+            UnsupportedError: as when the optimizer is created.
+        """
+        options = self._prepare_group(param_group)
+        traits = traits_of(
+            self._optimizer_class, self._kwargs, options, is_vouched_for=self._is_vouched_for
+        )
+        given = param_group["params"]
+        self._check_matrices([given] if isinstance(given, Tensor) else given, options)
+        self._learn([options])
+        if self._seed is not None:
+            param_group.setdefault(SEED, self._seed)
+        super().add_param_group(param_group)
+        self._convert_group()
+        self._traits = self._traits.joined(traits)
+
+    def _check_matrices(self, params: Sequence[Any], options: dict[str, Any]) -> None:
+        matrices = {}
+        for index, item in enumerate(params):
+            name, param = item if isinstance(item, tuple) else ("", item)
+            label = f"{self._label}: " + (f"parameter {name!r}" if name else f"parameter {index}")
+            spread, _ = spread_or_plain(param, label)
+            grain = grain_of(name, spread.shape, self._blocks)
+            is_cut = grain > 0 and torch.Size(spread.shape).numel() > grain
+            check_draws(self._recipe(options), param.dtype, self._seed, label, is_cut=is_cut)
+            if is_cut:
+                self._units(param, spread.shape, grain, options)
+            for block in blocks_of(0, name, spread.shape, self._blocks):
+                matrices[label.partition(": ")[2]] = (block.shape, param.dtype)
+        check_shapes(self._optimizer_class, self._kwargs, options, matrices)
+
+    # owners
+
+    def _settle(self) -> None:
+        """Give owners to parameters that have none."""
+        new: dict[DeviceMesh | None, list[tuple[int, str, Tensor, SpreadParam]]] = {}
+        for group, name, param in named(self.param_groups):
+            known = self._owned.get(id(param))
+            if known is not None and known.param is param:
+                known.group = group
+                continue
+            spread, mesh = spread_or_plain(param, label_of(self.param_groups, param))
+            new.setdefault(mesh, []).append((group, name, param, spread))
+        largest_first = sorted(new.items(), key=lambda one: -(one[0].size() if one[0] else 0))
+        for mesh, params in largest_first:
+            self._add_family(Ranks(mesh), params)
+        self._tell()
+
+    def _add_family(
+        self, ranks: Ranks, params: Sequence[tuple[int, str, Tensor, SpreadParam]]
+    ) -> None:
+        blocks: list[list[OwnedBlock]] = [
+            blocks_of(number, name, spread.shape, self._blocks)
+            for number, (_, name, _, spread) in enumerate(params)
+        ]
+        pieces = pieces_on(ranks, ((name, own) for _, name, _, own in params), self._blocks)
+        matrices = [
+            Matrix(number, float(self._cost(block.shape)), ranks.homes(spread, block))
+            for number, (_, _, _, spread) in enumerate(params)
+            for block in (() if number in pieces else blocks[number])
+        ]
+        # Ranks of one mesh must agree, so only loads that all of them know of count.
+        members = set(ranks.numbers)
+        known = [loads for others, loads in self._loads if others >= members]
+        before = {
+            index: sum(loads.get(rank, 0.0) for loads in known)
+            for index, rank in enumerate(ranks.numbers)
+        }
+        for its_blocks, its_owners in pieces.values():
+            for block, owner in zip(its_blocks, its_owners, strict=True):
+                before[owner] += float(self._cost(block.shape))
+        if ranks.is_alone:
+            before = {}
+        owners = iter(owners_of(matrices, len(ranks.numbers), before))
+        owned: dict[int, OwnedParam] = {}
+        for number, (group, _, param, spread) in enumerate(params):
+            if number in pieces:
+                grain = pieces[number].blocks[0].grain
+                options = self.param_groups[group]
+                units = self._units(param, spread.shape, grain, options) if grain else None
+                owned[id(param)] = OwnedParam(param, group, spread, *pieces[number], ranks, units)
+                continue
+            own = [next(owners) for _ in blocks[number]]
+            owned[id(param)] = OwnedParam(param, group, spread, blocks[number], own, ranks)
+        self._owned |= owned
+        family = Family(ranks, owned, self._round_nbytes)
+        self._families.append(family)
+        if not ranks.is_alone:
+            self._loads.append((members, family.loads(self._cost)))
+
+    def _units(self, param: Tensor, shape: Shape, grain: int, options: dict[str, Any]) -> Units:
+        vouched = self._is_vouched_for
+        return units_of(self._recipe(options), shape, param.dtype, grain, is_vouched_for=vouched)
+
+    def _recipe(self, group: dict[str, Any]) -> Recipe:
+        return Recipe(self._optimizer_class, self._kwargs, options_of(group))
+
+    def _sample(self, group: int, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+        return sample(self._recipe(self.param_groups[group]), shape, dtype)
+
+    def _tell(self) -> None:
+        """Say once what every rank steps."""
+        plain = [one for one in self._owned.values() if one.ranks.is_alone]
+        if self._has_told or not plain or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        self._has_told = True
+        work = sum(float(self._cost(block.shape)) for one in plain for block in one.blocks)
+        log.warning(
+            "%s: %d plain tensors, of %d elements, are stepped on every rank, for none holds a part"
+            " of them only; cost %.3g on each rank, beside %.3g of the busiest owner",
+            self._label,
+            len(plain),
+            sum(one.param.numel() for one in plain),
+            work,
+            max((load for _, loads in self._loads for load in loads.values()), default=0.0),
+        )
+
+    # steps
+
+    def _prepare(self) -> dict[int, Tensor | None]:
+        """Return the gradients by ``id`` of their parameters."""
+        self._settle()
+        self._adopt()
+        params = [param for _, param in numbered(self.param_groups)]
+        grads = gradients(params)
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"{self._label}: the gradient of {label_of(self.param_groups, param)} is "
+                    f"{grad.layout}; expected a dense one"
+                )
+        align(params, grads)
+        return {id(param): grad for param, grad in zip(params, grads, strict=True)}
+
+    def _step(self, ready: dict[int, Tensor | None], amp: dict[str, Tensor]) -> None:
+        before = KeptOptions(self.param_groups)
+        failures: list[Exception] = []
+
+        def step(one: Round, lent: Lent) -> None:
+            if failures:
+                return
+            before.restore()
+            try:
+                self._step_round(one, lent, amp)
+            except Exception as error:  # others wait for what this rank sends
+                failures.append(error)
+
+        for family in self._families:
+            family.step(ready, step)
+        self._announce(ready)
+        advance(self.param_groups)
+        if failures:
+            raise failures[0]
+        torch.autograd.graph.increment_version(
+            [param for _, param in numbered(self.param_groups) if ready[id(param)] is not None]
+        )
+
+    def _step_round(self, one: Round, lent: Lent, amp: Mapping[str, Tensor]) -> None:
+        step_round(self._inner, self.param_groups, one, amp, counts=self._traits.counts)
+        for owned in one.params:
+            owned.refresh(self._inner, lent.addresses, may_change=self._traits.is_late)
+
+    # state
+
+    def _adopt(self) -> None:
+        """Read state that was set by hand."""
+        touched = [one for one in self._owned.values() if not one.is_untouched(self.state)]
+        if touched:
+            self._refuse(self.state)
+        for owned in touched:
+            self._read(owned)
+
+    def _refuse(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Refuse state that the class does not make, before any is read."""
+        for owned in self._owned.values():
+            owned.refuse(state.get(owned.param, {}), self._inner.singles, self._sample)
+
+    def _read(self, owned: OwnedParam) -> None:
+        its = self.state.get(owned.param, {})
+        owned.read(its, self._inner, self._traits.numbers, self._sample)
+        owned.show(self._inner, self.state)
+
+    def _announce(self, grads: Mapping[int, Tensor | None]) -> None:
+        """Show the state of parameters that have stepped for the first time."""
+        for family in self._families:
+            stepped = [one for id_, one in family.members.items() if grads.get(id_) is not None]
+            fresh = [one for one in stepped if self._traits.is_late or not one.is_announced]
+            said = [one.describe(self._inner) for one in fresh]
+            if fresh and len(family.ranks.numbers) > 1:
+                of_ranks = gather_objects(said, family.ranks.mesh.get_group())
+                said = [
+                    {at: one for its in of_ranks for at, one in its[number].items()}
+                    for number in range(len(fresh))
+                ]
+            for owned, described in zip(fresh, said, strict=True):
+                owned.announce(
+                    described, self._inner, self.state, makes_state=self._traits.makes_state
+                )
+            if family.ranks.is_alone:
+                for owned in stepped:
+                    owned.write_numbers(self.state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and state; tensors keep the dtypes that the class gives them."""
+        last = self.register_load_state_dict_pre_hook(keep_unchanged)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy; also called at the end of ``load_state_dict``.
+
+        Raises:
+            ConfigError: the state is not what the class makes; nothing was loaded.
+        """
+        is_copy = self._revive(state)
+        self._learn(map(options_of, state["param_groups"]))
+        if not is_copy:
+            self._settle()
+            self._refuse(state["state"])
+        self._take_state(state)
+        self._settle()
+        with torch.no_grad():
+            for _, param in numbered(self.param_groups):
+                owned = self._owned[id(param)]
+                if not local_part(param).is_meta or param in self.state:
+                    self._read(owned)

@@ -1,0 +1,279 @@
+"""Rounds of a step: matrices travel to their owners, are stepped, and travel back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullshard.optim.inner import Groups, Inner, KeptOptions, numbered
+from fullshard.optim.owned.assign import Cost, Ranks, rounds_of
+from fullshard.optim.owned.exchange import BlockPart, Peers, parts_of, to_holders, to_owners
+from fullshard.optim.owned.state import OwnedParam, WholeBlock
+from fullshard.optim.probe import SEED, First, seeded, widened
+from fullshard.tensors import local_part
+
+_EMPTY = torch.empty(0, device="cpu")
+_MAX_PLANS = 16
+
+
+class Member(NamedTuple):
+    """A block of a parameter."""
+
+    owned: OwnedParam
+    number: int
+
+
+class Round(NamedTuple):
+    """Blocks that are brought to their owners, stepped and written back together.
+
+    Attributes:
+        params: the parameters of the blocks.
+        members: the blocks.
+        mine: indices in ``members`` of the blocks that this rank owns.
+        kept: for each of ``mine``, the parts that this rank holds itself.
+        sources: who sends gradients and parameters; None if none travels.
+        targets: who gets updated parameters; None if none travels.
+    """
+
+    params: list[OwnedParam]
+    members: list[Member]
+    mine: list[int]
+    kept: list[list[BlockPart]]
+    sources: Peers | None
+    targets: Peers | None
+
+    def wholes(self) -> dict[int, WholeBlock]:
+        """Return the blocks that this rank owns, by index in ``members``."""
+        return {at: self.members[at].owned.wholes[self.members[at].number] for at in self.mine}
+
+
+class Lent(NamedTuple):
+    """Blocks of a round at their owner, and the addresses of memory that is someone else's."""
+
+    wholes: list[Tensor]
+    grads: list[Tensor]
+    addresses: set[int]
+
+
+Step = Callable[[Round, Lent], None]
+
+
+class Family:
+    """Parameters of one mesh.
+
+    Attributes:
+        ranks: the ranks of the mesh.
+        members: the parameters by their ``id``.
+    """
+
+    def __init__(self, ranks: Ranks, members: Mapping[int, OwnedParam], budget_nbytes: int) -> None:
+        self.ranks, self.members = ranks, members
+        self._budget_nbytes = budget_nbytes
+        self._rounds: dict[object, list[Round]] = {}
+
+    def loads(self, cost: Cost) -> dict[int, float]:
+        """Return the cost of what each rank owns."""
+        found = dict.fromkeys(self.ranks.numbers, 0.0)
+        for one in self.members.values():
+            for block, owner in zip(one.blocks, one.owners, strict=True):
+                found[self.ranks.numbers[owner]] += float(cost(block.shape))
+        return found
+
+    def step(self, grads: Mapping[int, Tensor | None], step: Step) -> None:
+        """Bring each parameter with a gradient up to date; ``step`` steps what this rank owns."""
+        by_device: dict[torch.device, list[int]] = {}
+        found: dict[int, Tensor] = {}
+        for number, owned in self.members.items():
+            grad = grads.get(number)
+            if grad is not None:
+                found[id(owned)] = grad
+                by_device.setdefault(local_part(owned.param).device, []).append(number)
+        for numbers in by_device.values():
+            key = tuple((number, self.members[number].group) for number in numbers)
+            if key not in self._rounds:
+                if len(self._rounds) == _MAX_PLANS:
+                    self._rounds.clear()  # other parameters have gradients in each step
+                self._rounds[key] = self._plan(numbers)
+            for one in self._rounds[key]:
+                _run(one, found, step)
+
+    def _plan(self, numbers: Sequence[int]) -> list[Round]:
+        members = [
+            Member(self.members[number], at)
+            for number in numbers
+            for at in range(len(self.members[number].blocks))
+        ]
+        # Equal shapes of one group follow each other, for classes that step them as one batch.
+        members.sort(key=lambda one: (one.owned.group, one.owned.blocks[one.number].shape))
+        sizes = []
+        for owned, at in members:
+            nbytes = owned.blocks[at].numel * owned.param.dtype.itemsize
+            sizes.append((owned.owners[at], nbytes))
+        planned = rounds_of(sizes, len(self.ranks.numbers), self._budget_nbytes)
+        return [self._round([members[at] for at in chosen]) for chosen in planned]
+
+    def _round(self, members: list[Member]) -> Round:
+        ranks, me = self.ranks, self.ranks.own
+        params = list({id(one.owned): one.owned for one in members}.values())
+        number_of = {id(owned): number for number, owned in enumerate(params)}
+        in_copy, over_all = _Lists(len(ranks.numbers)), _Lists(len(ranks.numbers))
+        mine: list[int] = []
+        kept: list[list[BlockPart]] = []
+        travels = spreads = False
+        for at, (owned, number) in enumerate(members):
+            owner, spread, block = owned.owners[number], owned.spread, owned.blocks[number]
+            travels |= owner not in ranks.homes(spread, block)
+            spreads |= ranks.num_copies(spread) > 1
+            for rank in range(len(ranks.numbers)) if owner == me else (me,):
+                region = ranks.region(spread, rank)
+                found = parts_of(region, spread.shape, number_of[id(owned)], at, block)
+                if rank == owner:
+                    mine.append(at)
+                    kept.append(found)
+                    continue
+                for lists in (in_copy, over_all):
+                    if lists is over_all or ranks.shares_copy(spread, rank, owner):
+                        if owner == me:
+                            lists.owned[rank] += found
+                        else:
+                            lists.held[owner] += found
+        return Round(
+            params,
+            members,
+            mine,
+            kept,
+            in_copy.peers(ranks) if travels else None,
+            over_all.peers(ranks) if travels or spreads else None,
+        )
+
+
+class _Lists:
+    """Parts that travel to and from each rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.held: list[list[BlockPart]] = [[] for _ in range(num_ranks)]
+        self.owned: list[list[BlockPart]] = [[] for _ in range(num_ranks)]
+
+    def peers(self, ranks: Ranks) -> Peers:
+        return Peers(ranks.mesh.get_group(), self.held, self.owned)
+
+
+def _run(one: Round, grads: Mapping[int, Tensor], step: Step) -> None:
+    locals_now = [local_part(owned.param).detach() for owned in one.params]
+    params = [local.contiguous() for local in locals_now]
+    its_grads = [local_part(grads[id(owned)]).detach().contiguous() for owned in one.params]
+    wholes, own_views = _assembled(one, params)
+    whole_grads, _ = _assembled(one, its_grads)
+    if one.sources is not None:
+        to_owners(one.sources, (its_grads, params), (whole_grads, wholes))
+    lent = {local.untyped_storage().data_ptr() for local in (*params, *its_grads, *wholes)}
+    for at, whole in one.wholes().items():
+        whole.lend(wholes[at], whole_grads[at])
+    try:
+        step(one, Lent(wholes, whole_grads, lent))
+        for at, whole in one.wholes().items():
+            stepped = whole.tensor.data
+            if stepped.data_ptr() != wholes[at].data_ptr():  # the class gave it other memory
+                wholes[at].copy_(stepped)
+    finally:
+        for whole in one.wholes().values():
+            whole.take_back()
+    del whole_grads
+    _write_kept(one, wholes, params, own_views)
+    if one.targets is not None:
+        to_holders(one.targets, wholes, params)
+    for local, written in zip(locals_now, params, strict=True):
+        if written is not local and written.data_ptr() != local.data_ptr():
+            local.copy_(written)
+
+
+def _assembled(one: Round, locals_now: Sequence[Tensor]) -> tuple[list[Tensor], set[int]]:
+    """Return this rank's blocks with what it holds of them, and which are views of locals."""
+    wholes = [_EMPTY] * len(one.members)
+    number_of = {id(owned): number for number, owned in enumerate(one.params)}
+    views: set[int] = set()
+    for at, parts in zip(one.mine, one.kept, strict=True):
+        owned, number = one.members[at]
+        block = owned.blocks[number]
+        local = locals_now[number_of[id(owned)]]
+        if len(parts) == 1 and parts[0].overlap.numel == block.numel and parts[0].overlap.is_flat:
+            start = parts[0].overlap.offset
+            wholes[at] = local.view(-1)[start : start + block.numel].view(block.shape)
+            views.add(at)
+            continue
+        wholes[at] = local.new_empty(block.shape)
+        for part in parts:
+            part.of_block(wholes[at]).copy_(part.of_local(local))
+    return wholes, views
+
+
+def _write_kept(
+    one: Round, wholes: Sequence[Tensor], locals_now: Sequence[Tensor], views: set[int]
+) -> None:
+    for at, parts in zip(one.mine, one.kept, strict=True):
+        for part in parts if at not in views else ():
+            part.of_local(locals_now[part.param]).copy_(part.of_block(wholes[at]))
+
+
+def step_round(
+    inner: Inner, groups: Groups, one: Round, amp: Mapping[str, Tensor], *, counts: bool
+) -> None:
+    """Step all tensors of a round that this rank owns, those of groups with a seed one by one.
+
+    Args:
+        inner: the optimizer.
+        groups: the user's groups.
+        one: the round; memory is lent.
+        amp: see ``Inner.step``.
+        counts: step also if there are none, for the class counts in its groups.
+    """
+    wholes = one.wholes()
+    alone = [at for at in wholes if SEED in groups[one.members[at].owned.group]]
+    if not alone:
+        if wholes or counts:
+            _step(inner, groups, one, wholes, amp)
+        return
+    before = KeptOptions(groups)
+    together = {at: whole for at, whole in wholes.items() if at not in alone}
+    if together:
+        _step(inner, groups, one, together, amp)
+    number_of = {id(param): at for at, (_, param) in enumerate(numbered(groups))}
+    for at in alone:
+        before.restore()
+        owned, number = one.members[at]
+        seed, device = groups[owned.group][SEED], owned.param.device
+        with seeded(seed, number_of[id(owned.param)], number, device):
+            _step(inner, groups, one, {at: wholes[at]}, amp)
+
+
+def _step(
+    inner: Inner,
+    groups: Groups,
+    one: Round,
+    wholes: Mapping[int, WholeBlock],
+    amp: Mapping[str, Tensor],
+) -> None:
+    by_group: list[list[Any]] = [[] for _ in groups]
+    for at, whole in wholes.items():
+        by_group[one.members[at].owned.group].append(whole)
+    inner.set_runs(groups, by_group)
+    with widened(inner, _first(inner, one, wholes)):
+        if inner.is_eager:
+            for group, its in zip(groups, by_group, strict=True):
+                for whole in its:
+                    if inner.state_of(whole) is None:
+                        inner.set_state(whole, inner.first_state(whole, group))
+        inner.step(groups, amp)
+
+
+def _first(inner: Inner, one: Round, wholes: Mapping[int, WholeBlock]) -> list[First]:
+    """Return the pieces that have no state yet."""
+    found = []
+    for at, whole in wholes.items():
+        owned, number = one.members[at]
+        if owned.units is not None and not inner.state_of(whole):
+            found.append(First(whole, owned.piece(number), owned.units))
+    return found

@@ -1,0 +1,432 @@
+"""Reading of ``--data`` (text, JSON, JSONL, parquet, compressed or not) into named documents."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import re
+import sysconfig
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fullshard.errors import ConfigError
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether ``read_bytes`` decompresses this file."""
+    return path.suffix in _DECOMPRESS
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return what a file holds, without compression.
+
+    Raises:
+        ConfigError: it cannot be read, or needs a package that is not installed.
+    """
+    decompress = _DECOMPRESS.get(path.suffix, bytes)
+    try:
+        return decompress(path.read_bytes())
+    except ImportError as error:
+        raise ConfigError(
+            f"--data {path} needs zstandard: pip install -e '.[zstd]' in a clone of fullshard, or "
+            "Python 3.14"
+        ) from error
+    except Exception as error:  # each of the modules has its own
+        raise ConfigError(f"--data {path}: cannot be read ({error})") from error
+
+
+def _zstd(data: bytes) -> bytes:
+    """Decompress all frames by Python's own module, from 3.14 on, or by ``zstandard``."""
+    try:
+        from compression import zstd
+    except ImportError:
+        import zstandard
+
+        with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
+            found: bytes = stream.read()
+        return found
+    decompressed: bytes = zstd.decompress(data)
+    return decompressed
+
+
+_DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.decompress,
+    ".bz2": bz2.decompress,
+    ".xz": lzma.decompress,
+    ".zst": _zstd,
+}
+
+
+_SKIPPED_FOLDERS = frozenset(
+    ["test", "tests", "encodings", "idlelib", "pydoc_data", "site-packages", "dist-packages"]
+)
+HELD_OUT_OF_256 = 16  # one document in sixteen
+# Fields of a JSONL record, columns of a parquet file.
+_TEXT, _CHAT, _TOOLS = "text", "messages", "tools"
+_BOTH = f'--data {{}}: has both "{_TEXT}" and "{_CHAT}"; leave out the one not to be learned'
+_NUM_TOLD = 3  # bad records that messages name
+_ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")  # of files, not one compressed file
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text or a chat.
+
+    Attributes:
+        name: its file, relative to the given folder, and any record number.
+        text: the text; of a chat, its messages and tools as JSON.
+        is_chat: whether it is a chat.
+    """
+
+    name: str
+    text: str
+    is_chat: bool = False
+
+    @property
+    def is_held_out(self) -> bool:
+        """Return whether the document is kept for evaluation; only its name decides."""
+        return self.digest[0] < HELD_OUT_OF_256
+
+    @property
+    def digest(self) -> bytes:
+        """Return the hash of the name."""
+        return hashlib.sha256(self.name.encode()).digest()
+
+
+@dataclass
+class BadRecords:
+    """Records from which no document or sample can be made.
+
+    Attributes:
+        count: their number.
+        first: why, for the first of them, each with its place.
+    """
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, error: ConfigError) -> None:
+        """Count a record."""
+        self.count += 1
+        if self.count <= _NUM_TOLD:
+            self.first.append(str(error))
+
+    def joined(self, other: BadRecords) -> BadRecords:
+        """Return the records of both."""
+        return BadRecords(self.count + other.count, [*self.first, *other.first][:_NUM_TOLD])
+
+    def __str__(self) -> str:
+        more = self.count - len(self.first)
+        return "; ".join([*self.first, *([f"and {more:,} more"] if more else [])])
+
+    def refuse(self) -> None:
+        """Raise ``ConfigError`` if there are any."""
+        if self.count == 1:
+            raise ConfigError(f"{self}; --skip-bad leaves this record out")
+        if self.count:
+            raise ConfigError(
+                f"{self.count:,} bad records, which --skip-bad leaves out, such as {self}"
+            )
+
+
+class Corpus(NamedTuple):
+    """The documents of a file or folder.
+
+    Attributes:
+        documents: sorted by name; only texts, or only chats.
+        left_out: visible files that were not read, by kinds, each with the reason.
+        bad: records that were left out.
+    """
+
+    documents: list[Document]
+    left_out: tuple[str, ...]
+    bad: BadRecords
+
+
+def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
+    """Return the texts to train on.
+
+    A file of records (``*.jsonl``, ``*.parquet``, ``*.json`` with an array or one record) gives a
+    document for each: its field or column ``text``, or ``messages``, a chat, with its ``tools`` if
+    there are any. Any other file of UTF-8 is one text. Files may be compressed (``*.gz``,
+    ``*.bz2``, ``*.xz``, ``*.zst``). Of a folder, hidden files are never read. In a folder with
+    records, as on the Hugging Face Hub, README, LICENSE and similar files are left out. If names of
+    files or folders give splits and one is ``train``, the other splits are left out.
+
+    Args:
+        data: a file or a folder. ``None`` reads the ``*.py`` of Python's standard library, without
+            tests and tables.
+        skip_bad: whether to leave out bad records: those that are no JSON of UTF-8, or have neither
+            ``text`` nor ``messages``, or both.
+
+    Raises:
+        ConfigError: the path is missing or holds no text, there are bad records, or texts beside
+            chats, or a file cannot be read.
+    """
+    root, files = find(data)
+    folder = root.parent if root.is_file() else root
+    names = {path: path.relative_to(folder).as_posix() for path in sorted(files)}
+    left_out: dict[Path, str] = {}
+    records = {path: found for path in names if (found := _records(path)) is not None}
+    if records and root.is_dir():
+        left_out |= {path: "about the records" for path in names if _ABOUT.match(path.name)}
+    splits = {path: _split_of(name) for path, name in names.items() if path in records}
+    if "train" in splits.values():
+        others = {path: own for path, own in splits.items() if own not in ("", "train")}
+        left_out |= {path: f"split {own}" for path, own in others.items()}
+    documents: list[Document] = []
+    bad = BadRecords()
+    for path, name in names.items():
+        if path in left_out:
+            continue
+        if path in records:
+            read = list(_documents(records[path], name, bad))
+        else:
+            read = _text(path, name, left_out)
+        documents += [document for document in read if document.text]
+    if not skip_bad:
+        bad.refuse()
+    told = _told({names[path]: why for path, why in left_out.items()})
+    if not documents:
+        more = f"; left out: {', '.join(told)}" if told else ""
+        more += f"; bad records: {bad}" if bad.count else ""
+        raise ConfigError(
+            f"--data {data or root}: holds no text (UTF-8 files that are not empty){more}"
+        )
+    chats = [document for document in documents if document.is_chat]
+    if chats and len(chats) < len(documents):
+        text = next(document for document in documents if not document.is_chat)
+        raise ConfigError(
+            f"--data {data or root}: {chats[0].name} is a chat and {text.name} is a text; give "
+            "only chats or only texts"
+        )
+    return Corpus(sorted(documents, key=lambda document: document.name), told, bad)
+
+
+def find(data: str | None) -> tuple[Path, list[Path]]:
+    """Return the file or folder that ``data`` stands for, see ``collect``, and its visible files.
+
+    Raises:
+        ConfigError: there is no such file or folder.
+    """
+    if data is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & _folders(p, root)]
+    else:
+        root = Path(data)
+        if not root.exists():
+            raise ConfigError(f"--data {data}: there is no such file or folder")
+        files = [root] if root.is_file() else [p for p in root.rglob("*") if _is_visible(p, root)]
+    return root, files
+
+
+def _told(left_out: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what was left out, in a text for each extension and reason."""
+    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, why in left_out.items():
+        kinds[Path(name).suffix, why].append(name)
+    return tuple(
+        f"{first} and {len(others):,} more {f'*{kind}' if kind else 'without extension'} ({why})"
+        if others
+        else f"{first} ({why})"
+        for (kind, why), (first, *others) in kinds.items()
+    )
+
+
+def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """Return the documents to train on and those held out.
+
+    If choosing by name holds out much more or less than a sixteenth, as with few documents or one
+    large document, the last sixteenth of every text is held out instead, or of chats the sixteenth
+    with the smallest hashes.
+    """
+    train = [document for document in documents if not document.is_held_out]
+    held_out = [document for document in documents if document.is_held_out]
+    share = _size(held_out) / _size(documents)
+    if 1 / 64 < share < 1 / 4:
+        return train, held_out
+    if documents[0].is_chat:
+        by_hash = sorted(documents, key=lambda document: document.digest)
+        number = max(1, len(documents) * HELD_OUT_OF_256 // 256)
+        chosen = {document.name for document in by_hash[:number]}
+        train = [document for document in documents if document.name not in chosen]
+        return train, by_hash[:number]
+    cuts = [len(document.text) * (256 - HELD_OUT_OF_256) // 256 for document in documents]
+    pairs = list(zip(documents, cuts, strict=True))
+    train = [replace(document, text=document.text[:cut]) for document, cut in pairs]
+    return train, [replace(document, text=document.text[cut:]) for document, cut in pairs]
+
+
+def _size(documents: Sequence[Document]) -> int:
+    return sum(len(document.text) for document in documents)
+
+
+Records = Iterator[tuple[int, Mapping[str, Any] | ConfigError]]
+"""Numbers of records in their file, and the records, or why they are bad."""
+
+_ABOUT = re.compile(r"README|LICENSE|dataset_infos?\.json$|dataset_dict\.json$|state\.json$")
+_SPLIT = re.compile(r"(?:^|[-._/ ])(train|test|validation|valid|val|dev|eval)(?=$|[-._/ 0-9])")
+
+
+def _split_of(name: str) -> str:
+    """Return the split in the name of a file of records, such as "train"; "" if it has none."""
+    found = _SPLIT.search(name)
+    return "" if found is None else found[1]
+
+
+def _records(path: Path) -> Records | None:
+    """Return the records of a file, or None if it is no file of records."""
+    kind = path.with_suffix("").suffix if is_compressed(path) else path.suffix
+    if kind == ".jsonl":
+        return _read_jsonl(path)
+    if kind == ".json":
+        return _read_json(path)
+    return _read_parquet(path) if kind == ".parquet" else None
+
+
+def _documents(records: Records, name: str, bad: BadRecords) -> Iterator[Document]:
+    for number, record in records:
+        if isinstance(record, ConfigError):
+            bad.add(record)
+            continue
+        own = f"{name}:{number:09d}"  # names sort in file order
+        if _TEXT in record:
+            yield Document(own, record[_TEXT])
+        else:
+            chat = {key: record[key] for key in (_CHAT, _TOOLS) if record.get(key)}
+            yield Document(own, json.dumps(chat), is_chat=True)
+
+
+def _text(path: Path, name: str, left_out: dict[Path, str]) -> list[Document]:
+    """Return the file as one document; if it is not text, add it to ``left_out``."""
+    if path.suffix in _ARCHIVES:
+        left_out[path] = "an archive: unpack it"
+        return []
+    try:
+        text = read_bytes(path).decode()
+    except UnicodeDecodeError:
+        left_out[path] = "not UTF-8"
+        return []
+    if "\0" in text:
+        left_out[path] = "not text"
+        return []
+    return [Document(name, text)]
+
+
+def _read_jsonl(path: Path) -> Records:
+    """Yield line numbers and records, skipping empty lines."""
+    # Not splitlines: JSON may hold U+2028. No byte of a longer character is a line break.
+    for number, line in enumerate(read_bytes(path).split(b"\n"), start=1):
+        if line.strip():
+            yield number, _parsed(line, f"{path}, line {number}")
+
+
+def _parsed(line: bytes, where: str) -> Mapping[str, Any] | ConfigError:
+    try:
+        return _record(json.loads(line.decode()), where)
+    except UnicodeDecodeError as error:
+        return ConfigError(f"--data {where}: cannot be read as UTF-8 ({error})")
+    except (ValueError, RecursionError) as error:
+        return ConfigError(f"--data {where}: not JSON ({error})")
+
+
+def _read_json(path: Path) -> Records | None:
+    """Return the records of an array, or a single one; None if the file has no records."""
+    try:
+        found = json.loads(read_bytes(path))
+    except ValueError:
+        return None  # one text
+    records = found if isinstance(found, list) else [found]
+    if not any(isinstance(one, dict) and {_TEXT, _CHAT} & one.keys() for one in records):
+        return None
+    return (
+        (number, _record(one, f"{path}, record {number}"))
+        for number, one in enumerate(records, start=1)
+    )
+
+
+def _record(record: Any, where: str) -> Mapping[str, Any] | ConfigError:
+    """Return a record with a text or a chat; an error if it has neither, or both."""
+    known = record if isinstance(record, dict) else {}
+    is_text = isinstance(known.get(_TEXT), str)
+    if is_text and _CHAT in known:
+        return ConfigError(_BOTH.format(where))
+    if is_text:  # JSON may hold half a surrogate pair
+        return {_TEXT: known[_TEXT].encode(errors="replace").decode()}
+    if _is_chat(known):
+        return known
+    found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    return ConfigError(
+        f'--data {where}: expected an object with the field "{_TEXT}", a string, or "{_CHAT}", '
+        f'objects with "role" and "content"; found {found or "nothing"}'
+    )
+
+
+def _is_chat(record: Mapping[str, Any]) -> bool:
+    messages = record.get(_CHAT)
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+    )
+
+
+def _read_parquet(path: Path) -> Records:
+    """Yield row numbers and records; a null becomes an empty text, or is left out of a chat."""
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"--data {path} needs pyarrow: pip install -e '.[parquet]' in a clone of fullshard"
+        ) from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            names = schema.names
+            if _TEXT in names and _CHAT in names:
+                raise ConfigError(_BOTH.format(path))
+            if _TEXT in names:
+                kind = schema.field(_TEXT).type
+                if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+                    raise ConfigError(
+                        f'--data {path}: column "{_TEXT}" holds {kind}, expected string'
+                    )
+                texts = file.read(columns=[_TEXT]).column(_TEXT).to_pylist()
+                yield from ((number, {_TEXT: text or ""}) for number, text in enumerate(texts))
+                return
+            if _CHAT not in names:
+                raise ConfigError(
+                    f'--data {path}: expected a column "{_TEXT}" or "{_CHAT}", found '
+                    f"{', '.join(names)}"
+                )
+            chats = file.read(columns=[name for name in (_CHAT, _TOOLS) if name in names])
+    except (OSError, arrow.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--data {path}: cannot be read as parquet ({reason})") from error
+    for number, record in enumerate(chats.to_pylist()):
+        known = _without_nulls(record)
+        expected = f'"{_CHAT}" to be objects with "role" and "content"'
+        where = f"--data {path}, row {number}"
+        yield number, known if _is_chat(known) else ConfigError(f"{where}: expected {expected}")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return JSON values without fields that are null: parquet gives all rows the same fields."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _folders(path: Path, root: Path) -> set[str]:
+    return set(path.relative_to(root).parts[:-1])
+
+
+def _is_visible(path: Path, root: Path) -> bool:
+    return path.is_file() and not any(p.startswith(".") for p in path.relative_to(root).parts)

@@ -1,0 +1,224 @@
+"""Tokens of documents, in files of the cache; what is done survives the end of the process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from fullshard.errors import ConfigError
+from fullshard.train.data.chats import ChatTokenizer, Sample
+from fullshard.train.data.documents import BadRecords, Document, split
+from fullshard.train.data.tokenizer import PretrainedTokenizer
+
+END = "<|end|>"  # end mark between documents; its id is 0
+_TELL_S = 5.0  # seconds between two lines about progress
+_AT_ONCE = 1024  # documents encoded together: few, as ids in Python lists are large
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a lossless byte-level BPE; small texts give fewer tokens than ``vocab_size``."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def fill_cache(
+    folder: Path,
+    documents: Sequence[Document],
+    vocab_size: int,
+    given: PretrainedTokenizer | None,
+) -> None:
+    """Write the tokens beside ``folder``, then rename: ``folder`` is complete or absent.
+
+    Groups of documents are written one by one. A process that is killed leaves them, and the next
+    call goes on behind them.
+    """
+    unfinished = folder.with_suffix(".unfinished")
+    groups = unfinished / "groups"
+    try:
+        groups.mkdir(parents=True, exist_ok=True)
+        train, held_out = split(documents)
+        tokenizer, end = _tokenizer(unfinished, train, vocab_size, given)
+        facts: dict[str, Any] = {"end": end}
+        bad = BadRecords()
+        with _progress(documents) as tell:
+            for name, part in (("train", train), ("held_out", held_out)):
+                if given is not None and documents[0].is_chat:
+                    make = _of_chats(ChatTokenizer(given), _dtype_of(tokenizer))
+                else:
+                    make = _of_texts(tokenizer, end)
+                found = [*_groups(groups / name, part, make, tell)]
+                facts[f"{name}_nbytes"] = sum(int(one.pop("nbytes")) for one in found)
+                for one in found:
+                    bad = bad.joined(BadRecords(**json.loads(str(one.pop("bad")))))
+                _write(unfinished, name, found)
+        facts["bad"] = asdict(bad)
+        facts["key"] = _digest([end, tokenizer.to_str()], unfinished)
+        tokenizer.save(str(unfinished / "tokenizer.json"))
+        (unfinished / "facts.json").write_text(json.dumps(facts))
+        shutil.rmtree(groups)
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.exists():  # otherwise another process was faster, with the same tokens
+            shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full
+            raise
+
+
+def _tokenizer(
+    folder: Path, train: Sequence[Document], vocab_size: int, given: PretrainedTokenizer | None
+) -> tuple[Tokenizer, int]:
+    """Return the tokenizer and its end mark; one that is trained is kept in ``folder``."""
+    if given is not None:
+        return given.plain, given.end
+    kept = folder / "groups" / "tokenizer.json"
+    if kept.exists():
+        tokenizer = Tokenizer.from_file(str(kept))
+    else:
+        tokenizer = train_tokenizer([document.text for document in train], vocab_size)
+        _appear(kept, lambda path: tokenizer.save(str(path)))
+    return tokenizer, tokenizer.get_vocab()[END]
+
+
+def _groups(
+    start: Path,
+    documents: Sequence[Document],
+    make: Callable[[Sequence[Document]], Arrays],
+    tell: Callable[[Sequence[Document]], None],
+) -> Iterator[Arrays]:
+    """Yield the arrays of groups of documents, made or as an earlier process left them."""
+    for number, first in enumerate(range(0, len(documents), _AT_ONCE)):
+        group = documents[first : first + _AT_ONCE]
+        path = start.with_name(f"{start.name}-{number:06d}.npz")
+        if not path.exists():
+            arrays = make(group)
+            _appear(path, lambda to, arrays=arrays: np.savez(to, **arrays))  # type: ignore[misc]
+        with np.load(path) as found:
+            yield dict(found)
+        tell(group)
+
+
+def _appear(path: Path, write: Callable[[Path], object]) -> None:
+    """Call ``write`` with another path, whose file becomes ``path`` when it is complete."""
+    unfinished = path.with_name(f"{os.getpid()}-{path.name}")
+    write(unfinished)
+    unfinished.replace(path)
+
+
+def _of_texts(tokenizer: Tokenizer, end: int) -> Callable[[Sequence[Document]], Arrays]:
+    def make(group: Sequence[Document]) -> Arrays:
+        texts = [document.text for document in group]
+        encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+        ids = [np.array([end, *one.ids], _dtype_of(tokenizer)) for one in encoded]
+        nbytes = sum(len(text.encode()) for text in texts)
+        return {"tokens": np.concatenate(ids), **_beside(nbytes, BadRecords())}
+
+    return make
+
+
+def _of_chats(
+    tokenizer: ChatTokenizer, kind: npt.DTypeLike
+) -> Callable[[Sequence[Document]], Arrays]:
+    def make(group: Sequence[Document]) -> Arrays:
+        samples: list[Sample] = []
+        bad = BadRecords()
+        for document in group:
+            try:
+                samples += tokenizer.samples(document)
+            except ConfigError as error:
+                bad.add(error)
+        nothing: list[int] = []
+        return {
+            "tokens": np.array(sum((one.tokens for one in samples), nothing), kind),
+            "learned": np.array([own for one in samples for own in one.learned], np.bool_),
+            "lengths": np.array([len(one.tokens) for one in samples], np.int64),
+            **_beside(sum(one.nbytes for one in samples), bad),
+        }
+
+    return make
+
+
+def _beside(nbytes: int, bad: BadRecords) -> Arrays:
+    """Return the size of what is to be learned in bytes, and bad records, as arrays."""
+    return {"nbytes": np.array(nbytes), "bad": np.array(json.dumps(asdict(bad)))}
+
+
+def _write(folder: Path, name: str, groups: Sequence[Arrays]) -> None:
+    """Write the arrays of all groups: tokens; of chats also what is learned, and starts."""
+    joined = {key: np.concatenate([one[key] for one in groups]) for key in groups[0]}
+    np.save(folder / f"{name}.npy", joined["tokens"])
+    if "learned" in joined:
+        np.save(folder / f"{name}_learned.npy", joined["learned"])
+        starts = np.cumsum([0, *joined["lengths"]], dtype=np.int64)
+        np.save(folder / f"{name}_starts.npy", starts)
+
+
+@contextmanager
+def _progress(documents: Sequence[Document]) -> Iterator[Callable[[Sequence[Document]], None]]:
+    """Give a function to call with documents that are done, which shows how far it is.
+
+    On a terminal there is a bar, after a second; elsewhere a line every few seconds.
+    """
+    began_s = told_s = time.monotonic()
+    size = sum(len(document.text) for document in documents)
+    done = 0
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    bar = Progress(
+        TextColumn("tokenizing"), BarColumn(), TextColumn("{task.description}"),
+        console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+    task = bar.add_task("", total=size)
+
+    def tell(group: Sequence[Document]) -> None:
+        nonlocal done, told_s
+        done += sum(len(document.text) for document in group)
+        now_s = time.monotonic()
+        rate = done / max(now_s - began_s, 1e-9)
+        words = (
+            f"{done / 1e6:,.1f} of {size / 1e6:,.1f} million characters, "
+            f"{rate / 1e6:,.2f} million/s, {(size - done) / max(rate, 1e-9):,.0f} s left"
+        )
+        bar.update(task, completed=done, description=words)
+        if not console.is_terminal and now_s - told_s >= _TELL_S:
+            told_s = now_s
+            print(f"tokenizing: {words}", file=sys.stderr)
+
+    with bar:
+        yield tell
+
+
+def _digest(facts: Any, folder: Path) -> str:
+    """Return a digest of ``facts`` and of all tokens in ``folder``."""
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for path in sorted(folder.glob("*.npy")):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _dtype_of(tokenizer: Tokenizer) -> type[np.uint16] | type[np.uint32]:
+    return np.uint16 if max(tokenizer.get_vocab().values()) < 1 << 16 else np.uint32

@@ -1,0 +1,94 @@
+"""Sampling of text from the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fullshard.train.architecture import next_token_logits
+from fullshard.train.data import TokenizedText
+from fullshard.train.world import World
+
+
+def sample(
+    model: nn.Module,
+    text: TokenizedText,
+    world: World,
+    *,
+    prompt: Sequence[int],
+    is_question: bool,
+    context: int,
+    num_tokens: int = 120,
+    temperature: float = 0.7,
+    top_k: int = 40,
+    seed: int = 0,
+) -> str:
+    """Return ``prompt`` and ``num_tokens`` more tokens as text, sampled in step on all workers.
+
+    Every forward all-gathers the sharded weights, so every worker must run all forwards: the number
+    of tokens is fixed, sampling never ends early, and all workers draw the same token from the same
+    seed. The model sees at most the last ``context`` tokens. What follows the end of an answer to a
+    question is left out.
+    """
+    tokenizer = text.tokenizer
+    tokens = continued(
+        model,
+        prompt,
+        device=world.device,
+        known=tokenizer.get_vocab_size(),
+        context=context,
+        num_tokens=num_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
+    if is_question and text.end in tokens[len(prompt) :]:
+        tokens = tokens[: tokens.index(text.end, len(prompt))]
+    written: str = tokenizer.decode(tokens, skip_special_tokens=not is_question)
+    return written
+
+
+@torch.no_grad()
+def continued(
+    model: nn.Module,
+    prompt: Sequence[int],
+    *,
+    device: torch.device,
+    known: int,
+    context: int,
+    num_tokens: int,
+    temperature: float = 0.7,
+    top_k: int = 40,
+    seed: int = 0,
+    end: int | None = None,
+) -> list[int]:
+    """Return ``prompt`` and ``num_tokens`` more tokens.
+
+    Args:
+        model: on ``device``, sharded or not.
+        prompt: one token or more.
+        device: of the model.
+        known: number of tokens; the model may have more logits, if its text is small.
+        context: how many of the last tokens the model sees.
+        num_tokens: how many to add.
+        temperature: by which logits are divided; 0: take the most likely token.
+        top_k: number of the most likely tokens to draw from.
+        seed: of the draw.
+        end: the token after which to stop; None: never.
+    """
+    was_training = model.training
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        window = torch.tensor([tokens[-context:]], device=device)
+        logits = next_token_logits(model, window)[0, -1, :known].cpu()
+        best, ids = logits.topk(min(top_k, known) if temperature else 1)
+        chances = (best / (temperature or 1)).softmax(-1)
+        tokens.append(int(ids[torch.multinomial(chances, 1, generator=generator)]))
+        if tokens[-1] == end:
+            break
+    model.train(was_training)
+    return tokens

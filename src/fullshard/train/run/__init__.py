@@ -1,0 +1,68 @@
+"""The folder of a run: configuration, figures, checkpoints, trackers and display."""
+
+from __future__ import annotations
+
+from fullshard.train.run.best import read_best
+from fullshard.train.run.folder import (
+    Origin,
+    RunDir,
+    RunLock,
+    check_continues,
+    check_frozen,
+    describe,
+    difference,
+    origin_of,
+    read_origin,
+)
+from fullshard.train.run.metrics import (
+    MetricsFile,
+    StepRecord,
+    begin_wire_check,
+    draw_loss,
+    drop_after,
+    end_wire_check,
+    peak_memory_nbytes,
+    read_metrics,
+    recording,
+    shard_nbytes,
+    waited_s,
+)
+from fullshard.train.run.patience import HeldOut
+from fullshard.train.run.progress import Reporter, plain_console
+from fullshard.train.run.saves import Saves
+from fullshard.train.run.signals import Stopping, stopping
+from fullshard.train.run.trackers import check_tracker, tracker_of
+from fullshard.train.run.weights import weights_key
+
+__all__ = [
+    "HeldOut",
+    "MetricsFile",
+    "Origin",
+    "Reporter",
+    "RunDir",
+    "RunLock",
+    "Saves",
+    "StepRecord",
+    "Stopping",
+    "begin_wire_check",
+    "check_continues",
+    "check_frozen",
+    "check_tracker",
+    "describe",
+    "difference",
+    "draw_loss",
+    "drop_after",
+    "end_wire_check",
+    "origin_of",
+    "peak_memory_nbytes",
+    "plain_console",
+    "read_best",
+    "read_metrics",
+    "read_origin",
+    "recording",
+    "shard_nbytes",
+    "stopping",
+    "tracker_of",
+    "waited_s",
+    "weights_key",
+]

@@ -1,0 +1,260 @@
+"""The folder of a run and its files, and the lock that lets only one job train in it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import itertools
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from fullshard.checkpoint import CheckpointInfo, inspect, latest
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.train.config import TrainConfig
+from fullshard.train.run.patience import HeldOut
+from fullshard.train.run.weights import weights_key
+
+_UNKNOWN_THERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class RunLock:
+    """A file lock that is held until it is closed or this process ends, in whatever way.
+
+    The operating system keeps the lock, so a file left behind by a killed process locks nothing. In
+    a folder that machines share, the lock holds across machines if the file system supports locks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Lock ``path`` and write into the file which process holds the lock.
+
+        Raises:
+            ConfigError: another process, named in the message, holds it; nothing was changed.
+        """
+        self._file: TextIO | None = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _UNKNOWN_THERE:
+                print(f"fullshard: note: {path} cannot be locked ({error})", file=sys.stderr)
+                return
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            self.close()
+            raise ConfigError(
+                f"{path.parent}: a run is being trained in this folder, by {holder}; wait for its "
+                "end, or give another --name or --out"
+            ) from error
+        self._file.truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The facts to check before continuing a checkpoint, which holds them as its ``extra``."""
+
+    step: int
+    text_key: str
+    num_workers: int
+    model: dict[str, Any]
+    sequences_per_step: int
+    held_out: dict[str, Any] | None = None
+    """Fields of ``HeldOut``; None in checkpoints of earlier versions."""
+    frozen: str | None = None
+    """Key of the weights of ``init`` if they are frozen; None also in earlier versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The paths of a run; finds its complete checkpoints."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """Path of the resolved configuration."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """Path of the metrics, one JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Path of the folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the path of the checkpoint of ``step``."""
+        return self.checkpoints / f"step-{step:06d}"
+
+    @property
+    def best(self) -> Path:
+        """Path of the folder with the best checkpoint of a run that does not keep all."""
+        return self.path / "best"
+
+    @property
+    def best_mark(self) -> Path:
+        """Path of the file that names the best checkpoint."""
+        return self.path / "best.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Path of the tokenizer that was trained on the text."""
+        return self.path / "tokenizer.json"
+
+    @property
+    def memory(self) -> Path:
+        """Path of the folder of checkpoints in this machine's memory; named after the run's."""
+        digest = hashlib.blake2b(str(self.path.absolute()).encode(), digest_size=8).hexdigest()
+        return Path("/dev/shm", f"fullshard-{os.geteuid()}-{digest}")
+
+    @property
+    def picture(self) -> Path:
+        """Path of the loss curve."""
+        return self.path / "loss.png"
+
+    @property
+    def plan(self) -> Path:
+        """The plan that was made before the run, as JSON."""
+        return self.path / "plan.json"
+
+    @property
+    def trace(self) -> Path:
+        """Path of the folder of what workers recorded, and of the report."""
+        return self.path / "trace"
+
+    @property
+    def lock(self) -> Path:
+        """Path of the file that the job training here has locked."""
+        return self.path / "fullshard.lock"
+
+    def newest_checkpoint(self) -> Path | None:
+        """Return the newest complete checkpoint; that in ``best/`` if there is no other."""
+        return latest(self.checkpoints) or latest(self.best)
+
+    def set_aside(self, *, resumes: bool) -> Path | None:
+        """Move files of an earlier run to ``earlier-<n>`` and return it; None if there are none.
+
+        A start that ``resumes`` the run moves only what was recorded of the start before.
+        """
+        ours = (
+            self.config,
+            self.metrics,
+            self.checkpoints,
+            self.best,
+            self.best_mark,
+            self.tokenizer,
+            self.picture,
+            self.plan,
+            *(self.path / name for name in TRACKED),
+        )
+        found = [path for path in (self.trace, *(() if resumes else ours)) if path.exists()]
+        if not found:
+            return None
+        names = (self.path / f"earlier-{number}" for number in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+        return aside
+
+
+TRACKED = ("tensorboard", "wandb", "wandb-run", "mlflow-run")
+"""What trackers write to the folder, see ``trackers.py``."""
+
+
+def describe(
+    config: TrainConfig, model: dict[str, Any], *, step: int = 0, text_key: str, num_workers: int
+) -> Origin:
+    """Return the facts of a checkpoint of this run at ``step``."""
+    sequences = config.batch * config.accumulate * num_workers
+    return Origin(step, text_key, num_workers, model, sequences, frozen=_frozen(config))
+
+
+def read_origin(checkpoint: Path) -> Origin:
+    """Return the facts of a checkpoint; raise ``ConfigError`` if it has none."""
+    try:
+        return origin_of(inspect(checkpoint))
+    except CheckpointError as error:
+        raise ConfigError(f"{checkpoint}: not a checkpoint of fullshard train ({error})") from error
+
+
+def origin_of(checkpoint: CheckpointInfo) -> Origin:
+    """Return the facts of a checkpoint; raise ``ConfigError`` if it has none."""
+    try:
+        return Origin(**checkpoint.extra)
+    except TypeError as error:
+        what = f"not a checkpoint of fullshard train ({error})"
+        raise ConfigError(f"{checkpoint.path}: {what}") from error
+
+
+def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: Origin) -> None:
+    """Check that a run with ``ours`` can continue ``checkpoint``, whose facts are ``info``.
+
+    Raises:
+        ConfigError: the checkpoint has another model, other text or adapters of other frozen
+            weights, or the run has ended there.
+    """
+    if info.model != ours.model:
+        what = difference(info.model, ours.model)
+        raise ConfigError(
+            f"{checkpoint} holds another model than --model {config.model} ({what}): give its own, "
+            "or start anew without --resume"
+        )
+    if info.text_key != ours.text_key:
+        raise ConfigError(
+            f"{checkpoint} was trained on other text: give the same --data, or start anew "
+            "without --resume"
+        )
+    check_frozen(config, checkpoint, info)
+    if info.step >= config.last_step:
+        limit = f"--steps than {config.steps}"
+        if config.last_step < config.steps:
+            limit = f"--stop-after than {config.stop_after}"
+        elif config.epochs is not None:
+            limit = f"--epochs than {config.epochs:g}, or --steps than {config.steps},"
+        raise ConfigError(f"{checkpoint} is at step {info.step} already: a greater {limit} goes on")
+    over = HeldOut(**(info.held_out or {})).why_over(config)
+    if over is not None:
+        raise ConfigError(f"{checkpoint} ended the run by {over}: a greater --patience goes on")
+
+
+def check_frozen(config: TrainConfig, checkpoint: Path, info: Origin) -> None:
+    """Raise ``ConfigError`` if a checkpoint has adapters of other weights than ``init`` holds."""
+    if info.frozen is not None and info.frozen != _frozen(config):
+        raise ConfigError(
+            f"{checkpoint} has adapters of other weights than --init {config.init} holds now: give "
+            "the folder with the weights of the run, or start anew without --resume"
+        )
+
+
+def _frozen(config: TrainConfig) -> str | None:
+    return weights_key(Path(config.init)) if config.init and config.lora else None
+
+
+def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """Describe the first field in which two models differ."""
+    keys = (key for key in {**there, **here} if there.get(key) != here.get(key))
+    key = next(keys, "some field")
+    return f"{key} is {there.get(key)} there and {here.get(key)} here"

@@ -1,0 +1,182 @@
+"""``metrics.jsonl``: one JSON object per step; how they are measured, and the curve of the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import resource
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from fullshard.train.config import TrainConfig
+from fullshard.train.run.folder import RunDir
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The figures of one step; loss (nats per token) and tokens cover all workers together.
+
+    Attributes:
+        peak_memory_nbytes: peak memory of a worker since its start, maximum over workers.
+        shard_nbytes: parameters kept by a worker, maximum over workers.
+        waiting: fraction of the step spent waiting for communication, mean over workers.
+        loss: mean over the workers whose loss is finite; not a number if none is.
+        gather_error, reduce_error: norm of what was lost on the wire by the norm of what was sent,
+            maximum over workers, measured when there is an evaluation; None: nothing was encoded.
+        skipped: steps skipped since the start because something was not finite; None: none.
+        repeated: steps begun again since the start because memory ran out; None: none.
+        bad_records: records of the data that were left out; None: none.
+    """
+
+    step: int
+    loss: float
+    tokens_per_s: float
+    lr: float
+    grad_norm: float
+    seconds: float
+    peak_memory_nbytes: int
+    shard_nbytes: int
+    waiting: float
+    eval_bits_per_byte: float | None = None
+    skipped: int | None = None
+    repeated: int | None = None
+    bad_records: int | None = None
+    gather_error: float | None = None
+    reduce_error: float | None = None
+
+    def known(self) -> dict[str, float]:
+        """Return the figures by name, without those that are None or not finite."""
+        record = dataclasses.asdict(self)
+        return {k: v for k, v in record.items() if v is not None and math.isfinite(v)}
+
+    def to_json(self) -> str:
+        """Return one line of JSON with the known figures."""
+        return json.dumps(self.known())
+
+
+class MetricsFile:
+    """A file to which records are appended, each as soon as its step is known to be done.
+
+    If not ``enabled``, as on all workers but the first, nothing is written and no file is touched.
+    """
+
+    def __init__(self, path: Path, *, enabled: bool = True) -> None:
+        self._file = path.open("a", encoding="utf-8") if enabled else None
+
+    def write(self, record: StepRecord) -> None:
+        """Append one record."""
+        if self._file is not None:
+            self._file.write(record.to_json() + "\n")
+            self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return all complete records; a last line cut short by an interruption is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Remove records after ``step``, so that a resumed run has one record per step."""
+    records = read_metrics(path) if path.exists() else []
+    unfinished = path.with_name(path.name + ".tmp")
+    kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
+    unfinished.write_text("".join(kept), encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def peak_memory_nbytes(device: torch.device) -> int:
+    """Return this worker's peak memory so far: of tensors on a GPU, of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def shard_nbytes(model: nn.Module) -> int:
+    """Return the bytes of this worker's parameters between steps; gradients are as large."""
+    return sum(
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
+        for parameter in model.parameters()
+    )
+
+
+def waited_s(model: nn.Module) -> float:
+    """Return the total seconds that computation waited for communication; use differences."""
+    return model.waited_s() if isinstance(model, fullshard.FSDPModule) else 0.0
+
+
+def begin_wire_check(model: nn.Module) -> None:
+    """Measure what the wire loses from now on."""
+    if isinstance(model, fullshard.FSDPModule):
+        model.set_wire_check(True)
+
+
+def end_wire_check(model: nn.Module) -> tuple[float, float]:
+    """Return what this worker lost of what it sent, parameters and gradients, and stop measuring.
+
+    Each is the norm of the errors by that of the values, not a number if nothing was measured.
+    """
+    if not isinstance(model, fullshard.FSDPModule):
+        return math.nan, math.nan
+    model.set_wire_check(False)
+    gathered, reduced = (math.nan if one is None else one for one in model.wire_errors())
+    return gathered, reduced
+
+
+def recording(config: TrainConfig, run: RunDir, model: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context that records what the model does if asked for, beside the run's plan.
+
+    It is the whole start: what is kept has a bound, and a failure may come late.
+    """
+    if not config.trace:
+        return nullcontext()
+    plan = json.loads(run.plan.read_text(encoding="utf-8")) if run.plan.exists() else None
+    if plan is not None and not plan["has_times"]:
+        del plan["step_s"]
+    return fullshard.trace(model, run.trace, plan=plan)
+
+
+def draw_loss(metrics: Path, picture: Path) -> bool:
+    """Draw training loss and held-out bits per byte; return False if matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    records = read_metrics(metrics)
+    evaluated = [record for record in records if "eval_bits_per_byte" in record]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display and without touching the user's backend
+    left = figure.add_subplot()
+    left.plot([r["step"] for r in records], [r.get("loss", math.nan) for r in records], linewidth=1)
+    left.set(xlabel="step", ylabel="training loss (nats per token)")
+    left.grid(alpha=0.3)
+    if evaluated:
+        right = left.twinx()
+        steps = [record["step"] for record in evaluated]
+        right.plot(steps, [r["eval_bits_per_byte"] for r in evaluated], "o-", color="tab:orange")
+        right.set_ylabel("held-out bits per byte", color="tab:orange")
+    figure.savefig(picture, dpi=120)
+    return True

@@ -1,0 +1,130 @@
+"""The progress display: a live view on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.plan import in_bytes
+from fullshard.train.run.metrics import StepRecord
+
+_PLAIN_LINES = 30  # about how many lines a run prints without a terminal
+
+
+def plain_console(*, enabled: bool) -> Console:
+    """Return a console that prints text unchanged, or nothing if not ``enabled``."""
+    return Console(quiet=not enabled, markup=False, highlight=False, soft_wrap=True, emoji=False)
+
+
+class Reporter:
+    """A printer of a run's progress; on all workers but the first it prints nothing.
+
+    Args:
+        total: the last step of this start of the run.
+        first: the step before the first step of this start.
+        enabled: whether this worker prints.
+        console: the console to print to; None for stdout.
+        clock: returns seconds since an arbitrary moment.
+    """
+
+    def __init__(
+        self,
+        *,
+        total: int,
+        first: int,
+        enabled: bool,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.console = console or plain_console(enabled=enabled)
+        self._total = total
+        self._first = first
+        self._every = max(1, total // _PLAIN_LINES)
+        self._clock = clock
+        self._started_s = clock()
+        shows_live = enabled and self.console.is_terminal
+        self._live = Live(console=self.console, refresh_per_second=4) if shows_live else None
+
+    def show(self, record: StepRecord) -> None:
+        """Show a step that has just ended."""
+        left_s = self._left_s(record.step)
+        if self._live is not None:
+            self._live.update(_frame(record, total=self._total, left_s=left_s))
+            if record.eval_bits_per_byte is not None:
+                bits = f"{record.eval_bits_per_byte:.3f} bits per byte of held-out text"
+                self.console.print(f"step {record.step}: {bits}")
+        elif self._is_due(record):
+            self.console.print(_line(record, total=self._total, left_s=left_s))
+
+    def _is_due(self, record: StepRecord) -> bool:
+        is_end = record.step in (self._first + 1, self._total)
+        return is_end or record.step % self._every == 0 or record.eval_bits_per_byte is not None
+
+    def _left_s(self, step: int) -> float:
+        elapsed_s = self._clock() - self._started_s
+        return elapsed_s / (step - self._first) * (self._total - step)
+
+    def __enter__(self) -> Self:
+        self._started_s = self._clock()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def _line(record: StepRecord, *, total: int, left_s: float) -> str:
+    """Format one line of ``key=value`` pairs, readable by people, ``grep`` and ``cut``."""
+    text = (
+        f"step={record.step}/{total} loss={record.loss:.4f} "
+        f"tokens_per_s={record.tokens_per_s:.0f} grad_norm={record.grad_norm:.3f} "
+        f"lr={record.lr:.2e} peak_memory_nbytes={record.peak_memory_nbytes} "
+        f"shard_nbytes={record.shard_nbytes} waiting={record.waiting:.3f} left_s={left_s:.0f}"
+    )
+    if record.skipped:
+        text += f" skipped={record.skipped}"
+    if record.repeated:
+        text += f" repeated={record.repeated}"
+    if record.eval_bits_per_byte is not None:
+        text += f" eval_bits_per_byte={record.eval_bits_per_byte:.4f}"
+    for name in ("gather_error", "reduce_error"):
+        error = getattr(record, name)
+        text += "" if error is None else f" {name}={error:.2e}"
+    return text
+
+
+def _frame(record: StepRecord, *, total: int, left_s: float) -> Group:
+    """Build the live view: progress, quality and cost of the training."""
+    head = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=total, completed=record.step, width=30)
+    head.add_row(bar, f"step {record.step}/{total}", f"{_clock(left_s)} left")
+    figures = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        figures.add_column(style="dim")
+        figures.add_column(min_width=9)  # else columns move when a number gains a digit
+    figures.add_row(
+        "loss", f"{record.loss:.3f}",
+        "grad norm", f"{record.grad_norm:.2f}",
+        "tokens/s", f"{record.tokens_per_s:,.0f}",
+    )  # fmt: skip
+    figures.add_row(
+        "peak memory/rank", in_bytes(record.peak_memory_nbytes),
+        "shards/rank", in_bytes(record.shard_nbytes),
+        "waiting", f"{record.waiting:.0%} of a step",
+    )  # fmt: skip
+    return Group(Text(), head, figures)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

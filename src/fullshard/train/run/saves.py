@@ -1,0 +1,128 @@
+"""The checkpoints of a run: on the disk, and more often in memory if that is asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard import Life
+from fullshard.checkpoint import Checkpointer, CheckpointInfo
+from fullshard.errors import ConfigError
+from fullshard.train.config import TrainConfig
+from fullshard.train.run.best import BestMark
+from fullshard.train.run.folder import RunDir
+from fullshard.train.world import World
+
+_COPIES_NBYTES = 1 << 30  # of host memory, for what a step would overwrite before it is written
+_COPIES = 2  # machines that have each file in memory, if there are so many
+
+
+class Saves:
+    """Saves beside the training, and loads what was saved last.
+
+    Args:
+        config: the configuration of the run.
+        marks_best: whether this worker marks the best checkpoint, as the first one does.
+    """
+
+    def __init__(self, config: TrainConfig, *, marks_best: bool = False) -> None:
+        run = RunDir(Path(config.out))
+        self._best = BestMark(run, is_apart=config.keep is not None) if marks_best else None
+        disk = Checkpointer(
+            run.checkpoints,
+            every=config.save_every,
+            keep=config.keep,
+            mode="async",
+            budget_nbytes=_COPIES_NBYTES,
+            frozen=config.lora is None,  # else the weights of --init, which are read again
+        )
+        self._disk = disk
+        self._all = [disk]
+        # Nothing is saved there; the best checkpoint is loaded if all others are lost.
+        self._kept_best = Checkpointer(run.best)
+        self._memory = run.memory if config.memory_every is not None else None
+        if self._memory is not None and config.memory_every is not None:
+            _check_ours(self._memory)
+            self._all.append(
+                # It is written from where it is: that takes no longer than to copy it.
+                Checkpointer(
+                    self._memory,
+                    every=config.memory_every,
+                    keep=1,
+                    copies=_COPIES,
+                    mode="async",
+                    budget_nbytes=0,
+                    frozen=config.lora is None,
+                )
+            )
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after ``step``."""
+        return any(one.is_due(step) for one in self._all)
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        extra: dict[str, Any],
+        *,
+        step: int,
+        on_disk: bool,
+        bits_per_byte: float | None = None,
+    ) -> None:
+        """Begin to write a checkpoint, and wait for the one before.
+
+        Args:
+            model, optimizer: what to save.
+            extra, step: of the checkpoint.
+            on_disk: not to memory alone.
+            bits_per_byte: held-out loss of this step; None: not evaluated.
+        """
+        self.wait()  # the best checkpoint is marked before this save removes an older one
+        due = (one for one in self._all if one.is_due(step))
+        where = self._disk if on_disk else next(due, self._disk)
+        where.save(model, optimizer, extra, step=step)
+        if self._best is not None and where is self._disk:
+            self._best.begin(step, bits_per_byte)
+
+    def wait(self) -> None:
+        """Wait until what was begun is written."""
+        self._disk.wait()
+        if self._best is not None:
+            self._best.end()
+
+    def resume_best(self, step: int) -> None:
+        """Find the best checkpoint of a run that goes on from ``step``."""
+        if self._best is not None:
+            self._best.resume(step)
+
+    def steps(self) -> list[int]:
+        """Return the steps of complete checkpoints; a decision of all workers."""
+        return sorted({step for one in (*self._all, self._kept_best) for step in one.steps()})
+
+    def load(
+        self, model: nn.Module, optimizer: Optimizer, life: Life, *, resumes: bool
+    ) -> CheckpointInfo | None:
+        """Load the newest state, of a life before or, if ``resumes``, of what was saved or is best.
+
+        What ``model`` and ``optimizer`` have is handed on to the next life.
+        """
+        return life.load([*self._all, self._kept_best] if resumes else [], model, optimizer)
+
+    def forget(self, world: World) -> None:
+        """Remove what is in memory, as all that is needed is on the disk, or belongs to no run."""
+        if self._memory is not None:
+            world.barrier()
+            shutil.rmtree(self._memory, ignore_errors=True)
+            world.barrier()
+
+
+def _check_ours(folder: Path) -> None:
+    """Raise ``ConfigError`` if another user made ``folder``, whose name can be guessed."""
+    if folder.exists() and folder.stat().st_uid != os.geteuid():
+        raise ConfigError(f"{folder} belongs to another user: remove it, or train to another --out")
