@@ -15,10 +15,9 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from rich.console import Console
-
 from fullshard.train.metrics import StepRecord, read_metrics
 from fullshard.train.progress import Reporter
+from rich.console import Console
 
 HERE = Path(__file__).parent
 

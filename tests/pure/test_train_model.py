@@ -194,6 +194,16 @@ def test_betas_are_those_of_the_option_also_for_a_state_with_others() -> None:
         assert {group["betas"] for group in adamw} == {(0.8, 0.99)}
 
 
+def test_weight_decay_of_matrices_is_that_of_the_option_also_for_a_state_with_another() -> None:
+    model = tiny_gpt()
+    for name in OptimizerName:
+        optimizer = build_optimizer(model, TrainConfig(optimizer=name))
+        set_options(optimizer, TrainConfig(optimizer=name, weight_decay=0.25))
+        for group in optimizer.param_groups:
+            dims = {param.dim() for param in group["params"]}
+            assert group["weight_decay"] == (0.25 if 2 in dims else 0.0), dims
+
+
 def test_stopping_early_leaves_the_learning_rate_alone() -> None:
     whole = TrainConfig(steps=600)
     stopped = dataclasses.replace(whole, stop_after=50)

@@ -21,8 +21,7 @@ from fullshard.optim import Muon
 from fullshard.plan import PRESETS, Plan, draw_plan, plan
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import HF, SIZES, Dtype, LayoutName, OptimizerName, TrainConfig
-from fullshard.train.job import options as flags
-from fullshard.train.job import plan_of
+from fullshard.train.job import flag, plan_of
 from fullshard.train.published import PUBLISHED
 
 _LAYOUTS = {LayoutName.PER_PARAMETER: PerParameter(), LayoutName.RAGGED: Ragged()}
@@ -70,6 +69,10 @@ _Reshard = Annotated[
         help="Free full parameters between forward and backward; default: yes, or chosen.",
     ),
 ]
+_Dtype = Annotated[Dtype, flag("dtype")]
+_Optimizer = Annotated[OptimizerName, flag("optimizer")]
+_Wire = Annotated[str | None, flag("wire")]
+_CheckpointActivations = Annotated[bool, flag("checkpoint_activations")]
 _Rank = Annotated[int, typer.Option(help="Which rank to plan for.", min=0)]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 _Measure = Annotated[
@@ -96,12 +99,12 @@ def plan_command(
     batch: _Batch = 1,
     seq: _Seq = 2048,
     accumulate: _Accumulate = 1,
-    dtype: flags.Dtype = Dtype.BF16,
-    optimizer: flags.Optimizer = OptimizerName.ADAMW,
+    dtype: _Dtype = Dtype.BF16,
+    optimizer: _Optimizer = OptimizerName.ADAMW,
     layout: _Layout = None,
     reshard: _Reshard = None,
-    wire: flags.Wire = None,
-    checkpoint_activations: flags.CheckpointActivations = False,
+    wire: _Wire = None,
+    checkpoint_activations: _CheckpointActivations = False,
     rank: _Rank = 0,
     measure: _Measure = False,
     as_json: _AsJson = False,

@@ -7,10 +7,11 @@ import enum
 import json
 import math
 import os
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from fullshard import WirePolicy
 from fullshard.errors import ConfigError
@@ -108,92 +109,223 @@ def default_lr(model: str, *, tuned: bool = False, lora: bool = False) -> float:
     return SIZES[model].lr if model in SIZES else _HF_LR
 
 
+def choices_of(kind: Any) -> type[enum.Enum] | None:
+    """Return the enumeration in ``kind``, such as ``Dtype | None``; None: it has none."""
+    for each in typing.get_args(kind) or (kind,):
+        if isinstance(each, type) and issubclass(each, enum.Enum):
+            return each
+    return None
+
+
+class Option(NamedTuple):
+    """How an attribute of ``TrainConfig`` is given on the command line.
+
+    Attributes:
+        help: one sentence.
+        group: the section of the help.
+        metavar: the value in the help; None: by the type.
+        kind: the type on the command line; None: that of the attribute.
+        default: the default of the command line; ...: that of the attribute.
+    """
+
+    help: str
+    group: str
+    metavar: str | None = None
+    kind: Any = None
+    default: Any = ...
+
+
+_MODEL, _TEXT, _RUN, _SHARDING = "Model", "Text", "Run", "Sharding"
+_MEMORY, _STEPS, _LOOK = "Memory", "Steps", "To look at"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Everything that decides what a run computes.
 
-    Most attributes are options of the command, which ``job/options.py`` describes. Below are those
-    with more to say, and those that are no options.
+    Each attribute with an ``Option`` is an option of ``fullshard train``, and a key of its TOML
+    file and of ``config.json``. More on some of them, and the attributes that are no options:
 
     Attributes:
         out: folder for ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and others.
-        lora: rank of the adapters that are trained instead of the weights of ``init``.
         export: a new folder for the trained model, as transformers reads it; of ``lora`` the
             adapters, as peft reads them.
-        save_dtype: dtype of exported weights; None: fp32, as they are trained.
         nproc: local workers to start; under torchrun its ``--nproc-per-node`` is used instead.
         epochs: how many times the whole training text is read; ``prepare`` computes ``steps`` from
             it. None: ``steps`` was given.
         lr: peak learning rate, reached after ``warmup`` steps, or after a tenth of all steps if
             these are fewer. It then follows ``lr_schedule``.
         lr_floor: learning rate of the last step as a fraction of ``lr``.
-        betas: of AdamW, two numbers with a comma.
-        muon_lr: peak learning rate of Muon, which is scaled as AdamW's are; None: ``lr``.
+        clip: largest norm of the gradients; larger gradients are scaled down to it.
         layout: layout of the shards; either layout reads checkpoints of the other.
         replicas: copies of the shards, over which gradients are reduced last; must divide the
             number of workers. Checkpoints do not depend on it.
-        wire: how parameters and gradients travel, as ``WirePolicy.parse`` reads it, such as
-            ``gather=int8,reduce=bf16``; None: as they are.
-        trace: record what all workers do, see ``fullshard.trace``, and write it to ``trace/`` of
-            ``out`` when the run ends.
-        keep: how many checkpoints to keep, the newest, beside the one of the lowest held-out loss;
-            None: all.
-        patience: evaluations in a row without a lower held-out loss, after which the run ends;
-            None: it does not.
-        sample: tokens of the sample at the end of the run; None: no sample.
-        log: the tracker that gets the figures of ``metrics.jsonl``, too.
+        wire: how parameters and gradients travel, as ``WirePolicy.parse`` reads it; None: as they
+            are.
+        patience: evaluations in a row without a lower held-out loss, after which the run ends.
         eval_sequences: number of held-out sequences, evenly spread, in an evaluation.
 
     Raises:
         ConfigError: a value cannot work.
     """
 
-    out: str = "runs/default"
-    model: str = "2m"
-    init: str | None = None
-    lora: int | None = None
-    quantize: Quantize | None = None
-    export: str | None = None
-    save_dtype: SaveDtype | None = None
-    merge: bool = False
-    data: str | None = None
-    skip_bad: bool = False
-    nproc: int = 2
-    min_workers: int | None = None
-    steps: int = 600
-    epochs: float | None = None
-    stop_after: int | None = None
-    batch: int = 8
-    seq: int = 128
-    accumulate: int = 1
-    lr: float = 4e-3
-    lr_schedule: LrSchedule = LrSchedule.COSINE
+    model: Annotated[
+        str,
+        Option(
+            f"{', '.join((*SIZES, *PUBLISHED))}, or a configuration of transformers.",
+            _MODEL,
+            "NAME|hf:CONFIG.json",
+        ),
+    ] = "2m"
+    data: Annotated[
+        str | None,
+        Option(
+            "Text or chats: files, JSONL or parquet; default: Python's standard library.",
+            _TEXT,
+            "PATH",
+        ),
+    ] = None
+    skip_bad: Annotated[bool, Option("Leave out bad records of --data, and count them.", _TEXT)] = (
+        False
+    )
+    init: Annotated[
+        str | None,
+        Option(
+            "Begin with these weights, and their tokenizer; --model is then hf:FOLDER.",
+            _MODEL,
+            "FOLDER",
+        ),
+    ] = None
+    lora: Annotated[
+        int | None, Option("Train adapters of this rank (peft) beside frozen weights.", _MODEL)
+    ] = None
+    quantize: Annotated[
+        Quantize | None, Option("Hold frozen weights in four bits (bitsandbytes).", _MODEL)
+    ] = None
+    export: Annotated[
+        str | None,
+        Option(
+            "Write the trained model, or the adapters, to this new folder at the end.",
+            _MODEL,
+            "FOLDER",
+        ),
+    ] = None
+    save_dtype: Annotated[
+        SaveDtype | None,
+        Option("Dtype of exported weights; default: fp32, as they are trained.", _MODEL),
+    ] = None
+    merge: Annotated[bool, Option("Export the model with the adapters in it.", _MODEL)] = False
+    out: Annotated[
+        str,
+        Option(
+            "Folder of the run, instead of runs/NAME.", _RUN, "DIR", kind=str | None, default=None
+        ),
+    ] = "runs/default"
+    resume: Annotated[bool, Option("Go on from the newest checkpoint, same options.", _RUN)] = False
+    nproc: Annotated[
+        int,
+        Option(
+            "Local workers; default: one per GPU, 2 on CPU.",
+            _SHARDING,
+            kind=int | None,
+            default=None,
+        ),
+    ] = 2
+    min_workers: Annotated[
+        int | None,
+        Option("Continue after losing workers while at least N remain; 0: end.", _SHARDING),
+    ] = None
+    steps: Annotated[int, Option("Steps of the whole schedule.", _RUN)] = 600
+    epochs: Annotated[
+        float | None, Option("Instead of --steps: how often to read the whole text.", _RUN, "E")
+    ] = None
+    stop_after: Annotated[
+        int | None, Option("Stop early after this step, the schedule unchanged.", _RUN)
+    ] = None
+    batch: Annotated[int, Option("Sequences per worker.", _TEXT)] = 8
+    seq: Annotated[int, Option("Tokens per sequence.", _TEXT)] = 128
+    accumulate: Annotated[int, Option("Microbatches per step.", _MEMORY)] = 1
+    lr: Annotated[
+        float,
+        Option(
+            "Peak learning rate; default: by the size of the model.",
+            _STEPS,
+            kind=float | None,
+            default=None,
+        ),
+    ] = 4e-3
+    lr_schedule: Annotated[
+        LrSchedule,
+        Option("The learning rate after its warm-up; wsd: stay, fall in the last fifth.", _STEPS),
+    ] = LrSchedule.COSINE
     lr_floor: float = 0.05
-    warmup: int = 40
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    betas: str = "0.9,0.95"
-    optimizer: OptimizerName = OptimizerName.ADAMW
-    muon_lr: float | None = None
-    max_skipped: int = 10
-    dtype: Dtype = Dtype.FP32
-    layout: LayoutName = LayoutName.PER_PARAMETER
-    replicas: int = 1
-    wire: str | None = None
-    reshard: bool = True
-    checkpoint_activations: bool = False
-    seed: int = 0
-    save_every: int = 100
-    keep: int | None = None
-    memory_every: int | None = None
-    eval_every: int = 100
-    patience: int | None = None
+    warmup: Annotated[int, Option("Steps of the warm-up, at most a tenth of all.", _STEPS)] = 40
+    weight_decay: Annotated[float, Option("Weight decay of the matrices.", _STEPS)] = 0.1
+    clip: Annotated[float, Option("Largest norm of the gradients.", _STEPS)] = 1.0
+    betas: Annotated[str, Option("Betas of AdamW.", _STEPS, "B1,B2")] = "0.9,0.95"
+    optimizer: Annotated[
+        OptimizerName, Option("What steps the matrices; AdamW steps everything else.", _STEPS)
+    ] = OptimizerName.ADAMW
+    muon_lr: Annotated[
+        float | None, Option("Peak learning rate of Muon; default: --lr.", _STEPS)
+    ] = None
+    max_skipped: Annotated[
+        int, Option("Steps in a row to skip if loss or gradients are not finite.", _STEPS)
+    ] = 10
+    dtype: Annotated[Dtype, Option("Dtype of forward and backward.", _MEMORY)] = Dtype.FP32
+    layout: Annotated[LayoutName, Option("How parameters lie in the shards.", _SHARDING)] = (
+        LayoutName.PER_PARAMETER
+    )
+    replicas: Annotated[
+        int, Option("Copies of the shards; workers of one copy share it.", _SHARDING)
+    ] = 1
+    wire: Annotated[
+        str | None,
+        Option(
+            "How parameters and gradients travel: bf16, int8, fp8, or int4 (gradients only).",
+            _SHARDING,
+            "gather=KIND,reduce=KIND",
+        ),
+    ] = None
+    reshard: Annotated[
+        bool, Option("Free full parameters between forward and backward.", _MEMORY)
+    ] = True
+    checkpoint_activations: Annotated[bool, Option("Recompute blocks in backward.", _MEMORY)] = (
+        False
+    )
+    seed: Annotated[int, Option("Of weights and data order.", _RUN)] = 0
+    save_every: Annotated[int, Option("Steps between checkpoints.", _RUN)] = 100
+    keep: Annotated[
+        int | None, Option("Keep the newest N checkpoints, and the best; 0: all.", _RUN, "N")
+    ] = None
+    memory_every: Annotated[
+        int | None,
+        Option(
+            "Steps between checkpoints in memory, with a copy on another machine; 0: none.", _RUN
+        ),
+    ] = None
+    eval_every: Annotated[int, Option("Steps between evaluations.", _RUN)] = 100
+    patience: Annotated[
+        int | None,
+        Option("End after N evaluations without a lower held-out loss; 0: never.", _RUN, "N"),
+    ] = None
     eval_sequences: int = 256
-    sample: int | None = 120
-    log: LogTo = LogTo.NONE
-    hardware: str | None = None
-    trace: bool = False
-    resume: bool = False
+    sample: Annotated[
+        int | None,
+        Option(
+            "Tokens of the sample at the end of the run.", _RUN, "off|N", kind=str, default="120"
+        ),
+    ] = 120
+    log: Annotated[LogTo, Option("Log the figures of each step there, too.", _LOOK)] = LogTo.NONE
+    hardware: Annotated[
+        str | None,
+        Option(
+            "Plan the time of a step, too, for a preset or a file of fullshard doctor.",
+            _LOOK,
+            "NAME|FILE",
+        ),
+    ] = None
+    trace: Annotated[bool, Option("Record what workers do, for fullshard trace.", _LOOK)] = False
 
     def __post_init__(self) -> None:
         counts = "nproc steps batch seq accumulate replicas save_every eval_every"
@@ -233,6 +365,10 @@ class TrainConfig:
             raise ConfigError(f"--export needs --model {HF}CONFIG.json, whose form it has")
         if not self.lr > 0:
             raise ConfigError(f"--lr is {self.lr}, it must be greater than 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"--weight-decay is {self.weight_decay:g}, it must be at least 0")
+        if not self.clip > 0:
+            raise ConfigError(f"--clip is {self.clip:g}, it must be greater than 0")
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ConfigError(f"--betas is {self.betas}, each must be at least 0 and less than 1")
         is_muon = self.optimizer is OptimizerName.MUON
@@ -276,15 +412,12 @@ class TrainConfig:
         """Parse the text of ``to_json``; raise ``ConfigError`` if it is invalid."""
         try:
             fields: dict[str, Any] = json.loads(text)
-            fields["dtype"] = Dtype(fields["dtype"])
-            quantize = fields.get("quantize")
-            fields["quantize"] = None if quantize is None else Quantize(quantize)
-            save_dtype = fields.get("save_dtype")
-            fields["save_dtype"] = None if save_dtype is None else SaveDtype(save_dtype)
-            fields["optimizer"] = OptimizerName(fields.get("optimizer", OptimizerName.ADAMW))
-            fields["lr_schedule"] = LrSchedule(fields.get("lr_schedule", LrSchedule.COSINE))
-            fields["log"] = LogTo(fields.get("log", LogTo.NONE))
-            fields["layout"] = LayoutName(fields.get("layout", LayoutName.PER_PARAMETER))
+            if "dtype" not in fields:
+                raise ConfigError("not the configuration of a run: it has no dtype")
+            kinds = typing.get_type_hints(cls)
+            for name, value in fields.items():
+                if (choices := choices_of(kinds.get(name))) and value is not None:
+                    fields[name] = choices(value)
             return cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"not the configuration of a run: {error}") from error

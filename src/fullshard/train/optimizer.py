@@ -42,6 +42,8 @@ def set_options(optimizer: Optimizer, config: TrainConfig) -> None:
     for group in optimizer.param_groups:
         if "betas" in group:
             group["betas"] = config.adam_betas
+        if any(param.dim() >= 2 for param in group["params"]):
+            group["weight_decay"] = config.weight_decay
 
 
 def set_learning_rate(optimizer: Optimizer, step: int, config: TrainConfig) -> float:

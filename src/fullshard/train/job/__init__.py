@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fullshard.train.job import options
 from fullshard.train.job.command import run_app, train_command
 from fullshard.train.job.finished import FinishedRun
 from fullshard.train.job.helping import GroupedCommand, GroupedCommands
 from fullshard.train.job.launch import default_nproc, start_workers
+from fullshard.train.job.options import flag
 from fullshard.train.job.planned import plan_of
 
 __all__ = [
@@ -14,9 +14,9 @@ __all__ = [
     "GroupedCommand",
     "GroupedCommands",
     "default_nproc",
-    "options",
     "plan_of",
     "run_app",
     "start_workers",
     "train_command",
+    "flag",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import typer
 
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.train.config import HF, TrainConfig, default_lr
-from fullshard.train.job import options as flags
 from fullshard.train.job.launch import default_nproc, launch
-from fullshard.train.job.options import read_options
+from fullshard.train.job.options import options, read_options, with_options
 from fullshard.train.job.worker import work
 from fullshard.train.run import RunDir
 from fullshard.train.world import check_launched, is_worker, num_local_workers
@@ -24,54 +22,8 @@ from fullshard.train.world import check_launched, is_worker, num_local_workers
 _DEFAULT = TrainConfig()
 
 
-def train_command(
-    context: typer.Context,
-    *,
-    model: flags.Model = _DEFAULT.model,
-    data: flags.Data = _DEFAULT.data,
-    skip_bad: flags.SkipBad = _DEFAULT.skip_bad,
-    init: flags.Init = _DEFAULT.init,
-    lora: flags.Lora = _DEFAULT.lora,
-    quantize: flags.Quantize = _DEFAULT.quantize,
-    export: flags.Export = _DEFAULT.export,
-    save_dtype: flags.SaveDtype = _DEFAULT.save_dtype,
-    merge: flags.Merge = _DEFAULT.merge,
-    config_file: flags.ConfigFile = None,
-    name: flags.Name = "default",
-    out: flags.Out = None,
-    resume: flags.Resume = _DEFAULT.resume,
-    nproc: flags.Nproc = None,
-    min_workers: flags.MinWorkers = _DEFAULT.min_workers,
-    steps: flags.Steps = _DEFAULT.steps,
-    epochs: flags.Epochs = _DEFAULT.epochs,
-    stop_after: flags.StopAfter = _DEFAULT.stop_after,
-    batch: flags.Batch = _DEFAULT.batch,
-    seq: flags.Seq = _DEFAULT.seq,
-    accumulate: flags.Accumulate = _DEFAULT.accumulate,
-    lr: flags.Lr = None,
-    lr_schedule: flags.LrSchedule = _DEFAULT.lr_schedule,
-    warmup: flags.Warmup = _DEFAULT.warmup,
-    betas: flags.Betas = _DEFAULT.betas,
-    optimizer: flags.Optimizer = _DEFAULT.optimizer,
-    muon_lr: flags.MuonLr = _DEFAULT.muon_lr,
-    max_skipped: flags.MaxSkipped = _DEFAULT.max_skipped,
-    dtype: flags.Dtype = _DEFAULT.dtype,
-    layout: flags.Layout = _DEFAULT.layout,
-    replicas: flags.Replicas = _DEFAULT.replicas,
-    wire: flags.Wire = _DEFAULT.wire,
-    reshard: flags.Reshard = _DEFAULT.reshard,
-    checkpoint_activations: flags.CheckpointActivations = _DEFAULT.checkpoint_activations,
-    seed: flags.Seed = _DEFAULT.seed,
-    save_every: flags.SaveEvery = _DEFAULT.save_every,
-    keep: flags.Keep = _DEFAULT.keep,
-    memory_every: flags.MemoryEvery = _DEFAULT.memory_every,
-    eval_every: flags.EvalEvery = _DEFAULT.eval_every,
-    patience: flags.Patience = _DEFAULT.patience,
-    sample: flags.Sample = str(_DEFAULT.sample),
-    log: flags.Log = _DEFAULT.log,
-    hardware: flags.Hardware = _DEFAULT.hardware,
-    trace: flags.Trace = _DEFAULT.trace,
-) -> int:
+@with_options
+def train_command(context: typer.Context, **given: Any) -> int:
     """Train a language model on real text, fully sharded over local workers.
 
     Under torchrun the same command is one worker of its job:
@@ -139,14 +91,13 @@ def resolve(context: typer.Context) -> TrainConfig:
     return dataclasses.replace(base, **asked, out=folder)
 
 
+# 0 switches off what a resumed run had.
 _ZERO_IS_OFF = ("keep", "patience", "memory_every", "min_workers")
-"""Options that a resumed run takes over unless they are given."""
 
 
 def _kinds() -> dict[str, Any]:
     """Return names and types of options for a file: all of the command but ``--config``."""
-    hints = typing.get_type_hints(train_command)
-    kinds = {key: hints[key] for key in hints if key not in ("context", "config_file", "return")}
+    kinds = {name: option.kind for name, option in options().items() if name != "config_file"}
     return kinds | {"sample": int | str}
 
 
@@ -156,8 +107,8 @@ def _choose_length(given: dict[str, Any], from_file: dict[str, Any]) -> None:
     Raises:
         ConfigError: the command line has both, or the file has both.
     """
-    for options, where in ((given, ""), (from_file, "--config: ")):
-        if "steps" in options and "epochs" in options:
+    for asked, where in ((given, ""), (from_file, "--config: ")):
+        if "steps" in asked and "epochs" in asked:
             raise ConfigError(f"{where}--steps with --epochs: give one of them")
     if "steps" in given or "epochs" in given:
         from_file.pop("steps", None)
@@ -176,11 +127,11 @@ def _sample_of(value: str | int) -> int | None:
 
 def _folder(given: dict[str, Any], from_file: dict[str, Any]) -> str:
     """Return the run's folder by ``--out``, else ``--name``; ``given`` overrides the file."""
-    for options in (given, from_file):
-        if "out" in options:
-            return str(options["out"])
-        if "name" in options:
-            name: str = options["name"]
+    for asked in (given, from_file):
+        if "out" in asked:
+            return str(asked["out"])
+        if "name" in asked:
+            name: str = asked["name"]
             if Path(name).name != name or name == "..":
                 raise ConfigError(f"--name {name}: must be a plain name; --out takes a folder")
             return str(Path("runs") / name)

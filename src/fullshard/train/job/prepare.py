@@ -101,7 +101,9 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
     return lock
 
 
-_OF_THE_SCHEDULE = ("epochs", "steps", "lr", "muon_lr", "lr_schedule", "warmup", "betas")
+_OF_THE_SCHEDULE = tuple(
+    "epochs steps lr muon_lr lr_schedule warmup betas weight_decay clip".split()
+)
 
 
 def _tell_changed(config: TrainConfig, run: RunDir) -> None:
