@@ -56,6 +56,7 @@ if (
 
 html_theme = "furo"
 html_static_path = ["_static"]
+html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 html_css_files = ["site.css"]
 html_favicon = "_static/icon.svg"
 html_js_files = [("site.js", {"priority": 300})]

@@ -97,13 +97,14 @@ ELSEWHERE = {
 
 def expand(text: str, page: Path, *, plain: bool = False) -> str:
     """Return a page with its comments replaced; plain: by Markdown without directives."""
-    base = page.parent
+    base, front = page.parent, ""
     if replaced := re.search(r"<!-- page: (\S+) -->", text):
         file = base / replaced[1]
         text, base = file.read_text(), file.resolve().parent
+        front = "" if plain else "---\nno-search: true\n---\n"  # pages for readers of the source
     text = re.sub(r"<!-- names: (\S+) -->", lambda found: names(found[1], plain=plain), text)
     text = text.replace("<!-- commands -->", commands(plain=plain))
-    return re.sub(r"\]\(([^)#:\s]+)(?=[)#])", lambda found: _link(found, base, page), text)
+    return front + re.sub(r"\]\(([^)#:\s]+)(?=[)#])", lambda found: _link(found, base, page), text)
 
 
 def _link(found: re.Match[str], base: Path, page: Path) -> str:

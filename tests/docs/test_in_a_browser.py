@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote_plus
 
 import pytest
 
@@ -39,6 +40,32 @@ def test_a_search_finds(site: Path, browser: Browser) -> None:
     browser.open(address(site, "search") + "?q=patience")
     browser.wait_for(f"{found}.length > 0")
     assert browser.complaints == []
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("hangs when a batch has no image", "symptoms"),
+        ("every rank loads the whole model", "symptoms"),
+        ("gradient norm DTensor", "symptoms"),
+        ("export to Hugging Face", "symptoms"),
+        ("resume optimizer state", "symptoms"),
+        ("weights to vLLM", "recipes/weights-to-an-engine"),
+        ("mixed torch.Tensor and DTensor", "symptoms"),
+        ("host is the bottleneck", "symptoms"),
+        ("reserved above allocated memory", "symptoms"),
+        ("timeout which rank", "symptoms"),
+    ],
+)
+def test_a_question_finds_its_answer_among_the_first_three(
+    question: str, answer: str, site: Path, browser: Browser
+) -> None:
+    browser.open(address(site, "search") + f"?q={quote_plus(question)}")
+    browser.wait_for("document.querySelector('#search-results').innerText.includes('finished')")
+    found = "[...document.querySelectorAll('#search-results ul.search > li > a')].map(a => a.href)"
+    browser.wait_for(f"{found}.length > 0")
+    first = browser.evaluate(found)[:3]
+    assert any(link.startswith(address(site, answer)) for link in first), first
 
 
 def test_the_reference_shows_a_function_with_its_arguments(site: Path, browser: Browser) -> None:
