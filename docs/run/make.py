@@ -15,9 +15,9 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from fullshard.train.metrics import StepRecord, read_metrics
-from fullshard.train.progress import Reporter
 from rich.console import Console
+
+from fullshard.train.run import Reporter, StepRecord, read_metrics
 
 HERE = Path(__file__).parent
 

@@ -203,7 +203,7 @@ def test_a_text_that_has_just_changed_is_read_again(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from fullshard.train import data, tokenizing
+from fullshard.train.data import text, tokenizing
 tokenizing._AT_ONCE = 4
 appear = tokenizing._appear
 def killed(path, write):
@@ -211,7 +211,7 @@ def killed(path, write):
     if path.name == "train-000002.npz":
         os.kill(os.getpid(), signal.SIGKILL)
 tokenizing._appear = killed
-data.load_text(sys.argv[1], vocab_size=400)
+text.load_text(sys.argv[1], vocab_size=400)
 """
 
 

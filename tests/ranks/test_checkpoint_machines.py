@@ -233,7 +233,7 @@ def fails(roots: Sequence[Path], where: str) -> str:
         if dist.get_rank() == 2 and where == "sending":
             patch.setattr(socket.socket, "sendfile", raises_full)
         if dist.get_rank() == 3 and where == "writing":
-            patch.setattr("fullshard.checkpoint.saving.saving.write.Writing.run", raises_full)
+            patch.setattr("fullshard.checkpoint.saving.write.Writing.run", raises_full)
         with pytest.raises(CheckpointError) as caught:
             checkpointer.save(model, optimizer, step=2)
     dist.barrier()  # the first rank of each machine removes what is there

@@ -104,9 +104,11 @@ import sys
 import torch
 from torch import nn
 
-from fullshard.checkpoint import committing, saving
+from fullshard.checkpoint import manager
+from fullshard.checkpoint.format import committing
+from fullshard.checkpoint.saving import saving
 from fullshard.train.config import TrainConfig
-from fullshard.train.saves import Saves
+from fullshard.train.run import Saves
 
 out, where = sys.argv[1:]
 model = nn.Linear(4, 4)
@@ -129,8 +131,7 @@ if where == "sealing":
 elif where == "publishing":
     committing.publish = die
 elif where == "removing":
-    import fullshard.checkpoint.checkpointer as checkpointer
-    checkpointer.remove = die
+    manager.remove = die
 save(2)
 saves.wait()
 save(3)
