@@ -80,8 +80,9 @@ def use(wheel: Path, tools: Path, folder: Path) -> None:
     told = run(clean / "fullshard", "train", "--steps", "3", "--seq", "64", cwd=folder)
     print(told.strip().splitlines()[-1])
     python = clean / "python"
-    print("mypy:", run(tools / "mypy", "--strict", "--python-executable", python, PROGRAM.name,
-                       cwd=folder).strip())  # fmt: skip
+    # torch's own ``Tensor.backward`` has no types
+    strict = ("--strict", "--untyped-calls-exclude=torch", "--python-executable", python)
+    print("mypy:", run(tools / "mypy", *strict, PROGRAM.name, cwd=folder).strip())
     print("pyright:", run(tools / "pyright", "--pythonpath", python, PROGRAM.name,
                           cwd=folder).strip().splitlines()[-1])  # fmt: skip
 
