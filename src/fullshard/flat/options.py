@@ -7,8 +7,9 @@ and configurations are accepted too: enums by member name, configurations by the
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Self, TypeVar
 
 import torch
@@ -229,30 +230,24 @@ def member_of(cls: type[Member], given: Any, argument: str) -> Member:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """The arguments of one wrapper, with defaults for some arguments that are None."""
+    """The arguments of one wrapper that its inner wrappers get too, by their names there."""
 
-    mesh: DataMesh
-    strategy: ShardingStrategy
+    sharding_strategy: ShardingStrategy
     cpu_offload: CPUOffload
-    mixed_precision: MixedPrecision
     backward_prefetch: BackwardPrefetch | None
+    mixed_precision: MixedPrecision
+    device_id: Any
+    sync_module_states: bool
     forward_prefetch: bool
     limit_all_gathers: bool
+    use_orig_params: bool
     wire: WirePolicy
+    _mesh: DataMesh
 
-    @classmethod
-    def of(cls, named: Mapping[str, Any]) -> Given:
-        """Create from all arguments by name."""
-        return cls(
-            mesh=named["_mesh"],
-            strategy=named["sharding_strategy"],
-            cpu_offload=as_cpu_offload(named["cpu_offload"]),
-            mixed_precision=named["mixed_precision"] or MixedPrecision(),
-            backward_prefetch=named["backward_prefetch"],
-            forward_prefetch=named["forward_prefetch"],
-            limit_all_gathers=named["limit_all_gathers"],
-            wire=named["wire"],
-        )
+    @property
+    def mesh(self) -> DataMesh:
+        """The mesh, with the dims that shard and replicate."""
+        return self._mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # copies of a wrapper use the same mesh
@@ -263,12 +258,29 @@ class Arguments(nn.Module):
 
     _given: Given
 
+    cpu_offload = property(
+        attrgetter("_given.cpu_offload"), doc="The argument, or ``CPUOffload()`` if it was None."
+    )
+    mixed_precision = property(
+        attrgetter("_given.mixed_precision"),
+        doc="The argument, or ``MixedPrecision()`` if it was None.",
+    )
+    backward_prefetch = property(
+        attrgetter("_given.backward_prefetch"), doc="The argument of the constructor."
+    )
+    forward_prefetch = property(
+        attrgetter("_given.forward_prefetch"), doc="The argument of the constructor."
+    )
+    limit_all_gathers = property(
+        attrgetter("_given.limit_all_gathers"), doc="The argument of the constructor."
+    )
+
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """The strategy; ``NO_SHARD`` if the mesh has one rank, except for hybrid strategies."""
         given = self._given
-        is_alone = given.mesh.shard_dim is None and not given.strategy.is_hybrid
-        return ShardingStrategy.NO_SHARD if is_alone else given.strategy
+        is_alone = given.mesh.shard_dim is None and not given.sharding_strategy.is_hybrid
+        return ShardingStrategy.NO_SHARD if is_alone else given.sharding_strategy
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -279,7 +291,9 @@ class Arguments(nn.Module):
     @property
     def _inter_node_pg(self) -> dist.ProcessGroup | None:
         """With a hybrid strategy, the ranks that hold the same shard of different copies."""
-        return self._given.mesh.mesh.get_group(0) if self._given.strategy.is_hybrid else None
+        return (
+            self._given.mesh.mesh.get_group(0) if self._given.sharding_strategy.is_hybrid else None
+        )
 
     @property
     def rank(self) -> int:
@@ -295,28 +309,3 @@ class Arguments(nn.Module):
     def compute_device(self) -> torch.device:
         """The device on which forward and backward run."""
         return device_of(self._given.mesh)
-
-    @property
-    def cpu_offload(self) -> CPUOffload:
-        """The argument, or ``CPUOffload()`` if it was None."""
-        return self._given.cpu_offload
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """The argument, or ``MixedPrecision()`` if it was None."""
-        return self._given.mixed_precision
-
-    @property
-    def backward_prefetch(self) -> BackwardPrefetch | None:
-        """The argument of the constructor."""
-        return self._given.backward_prefetch
-
-    @property
-    def forward_prefetch(self) -> bool:
-        """The argument of the constructor."""
-        return self._given.forward_prefetch
-
-    @property
-    def limit_all_gathers(self) -> bool:
-        """The argument of the constructor."""
-        return self._given.limit_all_gathers

@@ -15,22 +15,13 @@ from fullshard.comm import broadcast_together, is_dry
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.ownership import unit_of
 from fullshard.tensors import local_part
-from fullshard.wrap.units import Ignored
+from fullshard.wrap.units import Ignored, walk
 
 
 def own_modules(module: nn.Module, ignored: Ignored = Ignored()) -> Iterator[nn.Module]:
     """Yield ``module`` and the modules in it, without inner units and ignored modules."""
-    seen: set[nn.Module] = set()
-
-    def visit(inner: nn.Module) -> Iterator[nn.Module]:
-        if inner in seen or inner in ignored.modules or unit_of(inner) is not None:
-            return
-        seen.add(inner)
-        yield inner
-        for child in inner.children():
-            yield from visit(child)
-
-    return visit(module)
+    found = walk(module, skips=lambda m: m in ignored.modules or unit_of(m) is not None)
+    return (inner for _, inner in found)
 
 
 class OwnTensors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch import nn
 
 from fullshard._torch import autograd as _autograd
 from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError, UnsupportedError
-from fullshard.flat.options import MixedPrecision, ShardingStrategy
-from fullshard.flat.precision import as_mixed_precision
+from fullshard.flat.options import ShardingStrategy
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.ownership import unit_of
 from fullshard.wrap.units import Ignored, replace_children, units_of
@@ -160,54 +159,36 @@ def _all_alike(given: list[Any]) -> bool:
     return any(all(isinstance(one, kind) for one in given) for kind in (nn.Parameter, nn.Module))
 
 
-def prepare_inside(
+def wrap_inside(
     module: nn.Module,
     policy: Any,
     ignored: Ignored,
-    given: dict[str, Any],
     make: Callable[..., nn.Module],
-) -> None:
-    """Replace inner modules that ``policy`` chooses with ``make(inner, **options)``.
-
-    Without a policy only check the unit of ``module``. ``given`` has all the wrapper's arguments.
-
-    Raises:
-        ConfigError: see ``_wrap_children``; without a policy only the last reason.
-    """
-    precision, shown_as_one = given["mixed_precision"], not given["use_orig_params"]
-    if policy is not None:
-        options = None if precision is None else as_mixed_precision(precision)
-        _wrap_children(module, policy, ignored, options, make, shown_as_one=shown_as_one)
-    elif shown_as_one:
-        inside = [one for one in module.modules() if unit_of(one) is not None]
-        check_frozen_apart(module, [], Ignored.of([*ignored.modules, *inside], ignored.params))
-
-
-def _wrap_children(
-    module: nn.Module,
-    policy: Any,
-    ignored: Ignored,
-    precision: MixedPrecision | None,
-    make: Callable[..., nn.Module],
+    single: Sequence[type[nn.Module]],
     *,
-    shown_as_one: bool,
+    use_orig_params: bool,
 ) -> None:
     """Replace inner modules that ``policy`` chooses with ``make(inner, **options)``.
 
-    Modules of the classes that ``precision`` ignores are chosen too, with options that exempt them
-    from mixed precision.
+    Modules of the classes ``single`` are chosen too, with options that exempt them from mixed
+    precision. Without a policy only check the unit of ``module``.
 
     Raises:
-        ConfigError: if there are units inside already, or two units would share a parameter; or,
-            with ``shown_as_one``, if a unit has both frozen and trainable parameters.
+        ConfigError: without ``use_orig_params``, if a unit has both frozen and trainable
+            parameters; with a policy, if there are units inside already, or two units would share
+            a parameter.
     """
-    inside = [name for name, m in module.named_modules() if unit_of(m) is not None]
+    inside = {name: one for name, one in module.named_modules() if unit_of(one) is not None}
+    if policy is None:
+        if not use_orig_params:
+            apart = Ignored.of([*ignored.modules, *inside.values()], ignored.params)
+            check_frozen_apart(module, [], apart)
+        return
     if inside:
         raise ConfigError(
             "FullyShardedDataParallel(auto_wrap_policy=...): expected modules that do not already "
-            f"have FSDP applied, found it on {', '.join(inside[:5])}"
+            f"have FSDP applied, found it on {', '.join([*inside][:5])}"
         )
-    single = tuple(precision._module_classes_to_ignore) if precision is not None else ()
     units = units_of(
         module,
         policy,
@@ -216,15 +197,15 @@ def _wrap_children(
         single_options={"mixed_precision": None, "_is_exempt": True},
     )
     check_tied_together(module, units, ignored)
-    if shown_as_one:
+    if not use_orig_params:
         check_frozen_apart(module, units, ignored)
-    alone = {type(unit.module).__name__ for unit in units if isinstance(unit.module, single)}
+    alone = {type(unit.module).__name__ for unit in units if isinstance(unit.module, tuple(single))}
     if alone:
         warnings.warn(
             "Both mixed precision and an auto_wrap_policy were specified: modules of class "
             f"{', '.join(sorted(alone))} compute in their own dtype. These modules will be wrapped "
             "as separate FSDP units; MixedPrecision(_module_classes_to_ignore=()) leaves them to "
             "the policy",
-            stacklevel=5,
+            stacklevel=4,
         )
     replace_children(module, units, lambda unit: make(unit.module, **unit.options))

@@ -27,6 +27,7 @@ from fullshard.flat.options import (
     Given,
     MixedPrecision,
     ShardingStrategy,
+    as_cpu_offload,
     as_offload,
     as_prefetch,
     as_strategy,
@@ -38,8 +39,8 @@ from fullshard.flat.prepare import (
     as_ignored,
     check_module,
     checked_device,
-    prepare_inside,
     warn_of_choice,
+    wrap_inside,
 )
 from fullshard.flat.state import StateDicts
 from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded, checked_wire
@@ -134,44 +135,54 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         )
         if _mesh is None:  # else the outer wrapper has told
             warn_of_choice(module, strategy, mesh, device)
-        given: dict[str, Any] = {
-            "sharding_strategy": strategy,
-            "cpu_offload": cpu_offload,
-            "backward_prefetch": prefetch,
-            "mixed_precision": mixed_precision,
-            "param_init_fn": param_init_fn,
-            "device_id": device_id,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "use_orig_params": use_orig_params,
-            "ignored_states": list(ignored.modules or ignored.params) or None,
-            "wire": checked_wire(wire),
-            "_mesh": mesh,
-        }
-        make = partial(FullyShardedDataParallel, **given)
-        prepare_inside(module, auto_wrap_policy, ignored, given, make)
+        given = Given(
+            strategy,
+            as_cpu_offload(cpu_offload),
+            prefetch,
+            mixed_precision or MixedPrecision(),
+            device_id,
+            sync_module_states,
+            forward_prefetch,
+            limit_all_gathers,
+            use_orig_params,
+            checked_wire(wire),
+            mesh,
+        )
+        make = partial(
+            FullyShardedDataParallel,
+            param_init_fn=param_init_fn,
+            ignored_states=list(ignored.modules or ignored.params) or None,
+            **vars(given),
+        )
+        precision = as_mixed_precision(mixed_precision)
+        alone = () if mixed_precision is None else precision._module_classes_to_ignore
+        wrap_inside(module, auto_wrap_policy, ignored, make, alone, use_orig_params=use_orig_params)
         setattr(self, WRAPPED, module)
-        self._given = Given.of(given)
-        self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
+        self._given = given
+        self._precision = Precision(precision, is_exempt=_is_exempt)
         # Now, because shards differ in size between ranks.
         check_not_sharded(collect([self], ignored.params).params, what_to_do=TOGETHER_IN_A_WRAPPER)
-        self._fill(OwnTensors(module, ignored), device, given)
-        self._shard(ignored, shown_as_one=not use_orig_params)
+        self._fill(OwnTensors(module, ignored), device, param_init_fn)
+        self._shard(ignored)
 
-    def _fill(self, own: OwnTensors, device: torch.device | None, given: dict[str, Any]) -> None:
+    def _fill(
+        self,
+        own: OwnTensors,
+        device: torch.device | None,
+        init: Callable[[nn.Module], None] | None,
+    ) -> None:
         """Give all tensors of the unit the memory and the values that they are sharded with."""
-        own.materialize(given["param_init_fn"], self.compute_device)
+        own.materialize(init, self.compute_device)
         if device is not None:
             own.move(device)
         own.straighten()
-        if given["sync_module_states"]:
+        if self._given.sync_module_states:
             own.synchronize(self._given.mesh.mesh)
 
-    def _shard(self, ignored: Ignored, *, shown_as_one: bool) -> None:
+    def _shard(self, ignored: Ignored) -> None:
         """Make a unit of the parameters that are in no inner wrapper."""
         given = self._given
-        keeps = given.strategy.keeps or given.mesh.shard_dim is None
+        keeps = given.sharding_strategy.keeps or given.mesh.shard_dim is None
         choices = CallOptions(
             mesh=given.mesh,
             after_forward=AfterForward.KEEP if keeps else AfterForward.AUTO,
@@ -181,7 +192,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             placement_fn=None,
             layout=Ragged(),
             offload=as_offload(given.cpu_offload, self.compute_device),
-            shown=Shown.FLAT if shown_as_one else Shown.ORIGINALS,
+            shown=Shown.ORIGINALS if given.use_orig_params else Shown.FLAT,
             wire=given.wire,
         )
         self._precision.keep_reduced(shard_modules([self], choices))
@@ -299,7 +310,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         engine = engine_of(self._unit)
         policies = [engine.policy_of(unit) for unit in engine.units]
         self._set(True, requires_gradient_sync=False)
-        if self._given.strategy.keeps:
+        if self._given.sharding_strategy.keeps:
             self._set(True, reshard_after_backward=False)
         try:
             yield

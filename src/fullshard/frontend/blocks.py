@@ -152,7 +152,7 @@ def shard_blocks(
         "ignored_params": ignored_params,
         **others,
     }
-    choices = checked_choices(**given)
+    choices = checked_choices(given)
     decided = (
         _by_shape(model, choices)
         if policy is None
@@ -230,7 +230,7 @@ def _by_policy(
     found = []
     taken: set[nn.Parameter] = set()
     for one in (*wanted, WantedUnit("", model)):
-        own = checked_choices(**{**given, **one.options}) if one.options else choices
+        own = checked_choices({**given, **one.options}) if one.options else choices
         # Plan the unit as if its inner units had already been made.
         plan_unit(as_modules(one.module), replace(own, ignored=own.ignored | taken))
         params = set(one.module.parameters()) - own.ignored - taken

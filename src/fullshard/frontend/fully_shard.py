@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
@@ -163,48 +165,34 @@ def fully_shard(
 
     After any of these errors, nothing was changed.
     """
-    choices = checked_choices(
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        shard_placement_fn=shard_placement_fn,
-        dp_mesh_dims=dp_mesh_dims,
-        layout=layout,
-        wire=wire,
-    )
+    options = dict(locals())
+    del options["module"]
+    choices = checked_choices(options)
     shard_modules(as_modules(module), choices)
     return module
 
 
-def checked_choices(
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    mp_policy: MixedPrecisionLike = MixedPrecisionPolicy(),
-    offload_policy: Any = OffloadPolicy(),
-    ignored_params: set[nn.Parameter] | None = None,
-    shard_placement_fn: PlacementFn | None = None,
-    dp_mesh_dims: Any = None,
-    layout: LayoutStrategy = PerParameter(),
-    wire: WirePolicy = WirePolicy(),
-) -> CallOptions:
-    """Check the options of a call and return them; raise for the first wrong one."""
-    data_mesh = checked_mesh(mesh, dp_mesh_dims)
-    after_forward, secondary = checked_after_forward(reshard_after_forward, data_mesh.num_shards)
+def checked_choices(options: Mapping[str, Any]) -> CallOptions:
+    """Check options of ``fully_shard``, which has the defaults; raise for the first wrong one."""
+    bound = inspect.signature(fully_shard).bind(None, **options)
+    bound.apply_defaults()
+    given = SimpleNamespace(**bound.arguments)
+    data_mesh = checked_mesh(given.mesh, given.dp_mesh_dims)
+    after_forward, secondary = checked_after_forward(
+        given.reshard_after_forward, data_mesh.num_shards
+    )
     if data_mesh.shard_dim is None and after_forward is AfterForward.AUTO:
         after_forward = AfterForward.KEEP  # nothing to gather, only casts to repeat
     return CallOptions(
         after_forward=after_forward,
         secondary=secondary,
-        policy=checked_policy(mp_policy),
-        offload=checked_offload(offload_policy, data_mesh.mesh.device_type),
-        ignored=checked_ignored(ignored_params),
-        placement_fn=shard_placement_fn,
-        layout=checked_layout(layout),
+        policy=checked_policy(given.mp_policy),
+        offload=checked_offload(given.offload_policy, data_mesh.mesh.device_type),
+        ignored=checked_ignored(given.ignored_params),
+        placement_fn=given.shard_placement_fn,
+        layout=checked_layout(given.layout),
         mesh=data_mesh,
-        wire=checked_wire(wire),
+        wire=checked_wire(given.wire),
     )
 
 

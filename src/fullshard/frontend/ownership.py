@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fullshard._torch import nn as _nn
 from fullshard.engine import Unit
 from fullshard.frontend.places import Place
+from fullshard.wrap.units import walk
 
 
 @dataclass(slots=True)
@@ -181,14 +191,14 @@ def collect(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> 
     ignored_ids = {id(param) for param in ignored}
     owned: dict[int, PlacedParam] = {}
     left: dict[nn.Parameter, list[_Left]] = {}  # by inner units, as their calls ignored them
-    outside, inside = _walk(modules)
+    outside = _outside(modules)
     for module, prefix in outside.items():
         for name, param in module._parameters.items():
             if param is not None and id(param) not in ignored_ids:
                 entry = owned.setdefault(id(param), PlacedParam(param, prefix + name))
                 entry.places.append(Place(module, name))
-    for module, (prefix, unit) in inside.items():
-        for name, param in module._parameters.items():
+    for module, (prefix, unit) in _inside(modules).items():
+        for name, param in module._parameters.items() if module not in outside else ():
             place = Place(module, name)
             if param is not None and id(param) not in ignored_ids and not owner_of(place):
                 left.setdefault(param, []).append(_Left(unit, prefix + name, place))
@@ -210,30 +220,30 @@ class _Left(NamedTuple):
 
 def managed(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules below ``modules``, each once, except those of inner units and of DDP."""
-    return list(_walk(modules)[0])
+    return list(_outside(modules))
+
+
+def _outside(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """Return the modules outside of inner units and of DDP, with the prefix of parameter names."""
+    found: dict[nn.Module, str] = {}
+    for name, module in _walk(modules, lambda m: unit_of(m) is not None or _nn.is_replicated(m)):
+        found.setdefault(module, f"{name}." if name else "")
+    return found
+
+
+def _inside(modules: Sequence[nn.Module]) -> dict[nn.Module, tuple[str, Unit]]:
+    """Return the modules in inner units, but not in DDP, with their prefix and innermost unit."""
+    found: dict[nn.Module, tuple[str, Unit]] = {}
+    around: dict[str, Unit | None] = {}
+    for name, module in _walk(modules, _nn.is_replicated):
+        unit = around[name] = unit_of(module) or around.get(name.rpartition(".")[0])
+        if unit is not None:
+            found.setdefault(module, (f"{name}.", unit))
+    return found
 
 
 def _walk(
-    modules: Sequence[nn.Module],
-) -> tuple[dict[nn.Module, str], dict[nn.Module, tuple[str, Unit]]]:
-    """Return the modules outside and inside of inner units, with the prefix of parameter names.
-
-    Modules inside come with their unit. Modules that DDP replicates are left out.
-    """
-    outside: dict[nn.Module, str] = {}
-    inside: dict[nn.Module, tuple[str, Unit]] = {}
-
-    def visit(prefix: str, module: nn.Module, around: Unit | None) -> None:
-        unit = unit_of(module) or around
-        if module in (outside if unit is None else inside) or _nn.is_replicated(module):
-            return
-        if unit is None:
-            outside[module] = prefix
-        else:
-            inside[module] = prefix, unit
-        for name, child in module.named_children():
-            visit(f"{prefix}{name}.", child, unit)
-
-    for index, module in enumerate(modules):
-        visit(f"{index}." if len(modules) > 1 else "", module, None)
-    return outside, {module: found for module, found in inside.items() if module not in outside}
+    modules: Sequence[nn.Module], skips: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    roots = enumerate(modules) if len(modules) > 1 else [("", module) for module in modules]
+    return chain.from_iterable(walk(root, str(name), skips=skips) for name, root in roots)

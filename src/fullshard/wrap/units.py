@@ -68,7 +68,7 @@ def units_of(
     single = tuple(single_classes)
     chosen = _chosen(root, policy, ignored, single)
     found = []
-    for name, module in bottom_up(root):
+    for name, module in walk(root, children_first=True):
         if module is root or module in ignored.modules:
             continue
         is_single = isinstance(module, single)
@@ -139,37 +139,41 @@ class _Walk:
         return bool(self._policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 
 
-def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules with their names, children before parents, each in its first place only."""
-    seen: set[nn.Module] = {root}
+def walk(
+    root: nn.Module,
+    name: str = "",
+    *,
+    skips: Callable[[nn.Module], bool] = lambda _: False,
+    children_first: bool = False,
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield ``root``, called ``name``, and the modules inside, each in its first place only.
+
+    A module for which ``skips`` is true is left out, with everything that is only inside of it.
+    """
+    seen: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or skips(module):
+            return
+        seen.add(module)
+        if not children_first:
+            yield name, module
         for child_name, child in module.named_children():
-            if child not in seen:
-                seen.add(child)
-                yield from visit(f"{name}.{child_name}" if name else child_name, child)
-        yield name, module
+            yield from visit(f"{name}.{child_name}" if name else child_name, child)
+        if children_first:
+            yield name, module
 
-    yield from visit("", root)
+    return visit(name, root)
 
 
 def managed_by(
     unit: WantedUnit, others: Collection[nn.Module]
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield named parameters in ``unit`` but not in ``others``; tied parameters in every place."""
-    seen: set[nn.Module] = set()
-
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        if module in seen or (module in others and module is not unit.module):
-            return
-        seen.add(module)
-        prefix = f"{name}." if name else ""
+    inside = walk(unit.module, unit.name, skips=lambda m: m in others and m is not unit.module)
+    for name, module in inside:
         for param_name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield prefix + param_name, param
-        for child_name, child in module.named_children():
-            yield from visit(prefix + child_name, child)
-
-    yield from visit(unit.name, unit.module)
+            yield f"{name}.{param_name}" if name else param_name, param
 
 
 def replace_children(
