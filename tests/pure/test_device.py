@@ -20,7 +20,7 @@ from fullshard.device.streams import StreamLanes
 from fullshard.engine import Bucket, BucketSpec
 from fullshard.engine import spec as bucket_spec
 from fullshard.layout import ParamSpec, PerParameter, Ragged
-from fullshard.tensors import DTensorForm, PlainForm
+from fullshard.tensors import Face, Shown
 
 
 class FakeStream:
@@ -121,7 +121,8 @@ def bucket_on(cuda: FakeAccelerator, layout: Any, **more: Any) -> Bucket:
     params = [torch.nn.Parameter(torch.arange(8.0).view(4, 2)), torch.nn.Parameter(torch.ones(6))]
     specs = [ParamSpec("w", (4, 2)), ParamSpec("b", (6,))]
     nowhere: Any = [None, None]  # nobody asks here over which ranks they are spread
-    form = PlainForm(DTensorForm([torch.Size(one.shape) for one in specs], nowhere))
+    shapes = [torch.Size(one.shape) for one in specs]
+    form = Face(shapes, nowhere, shown=Shown.ORIGINALS)
     spec = BucketSpec(layout.build(specs, 2, 4), FakeWire(cuda), form, torch.device("cpu"), **more)
     return Bucket(spec, params)
 

@@ -18,7 +18,6 @@ from fullshard.compat.states import state_in_machine
 from fullshard.compat.views import View, originals, torch_file, torch_name
 from fullshard.errors import UnsupportedError
 from fullshard.flat import FullyShardedDataParallel
-from fullshard.frontend.flat_param import FlatParameter
 from fullshard.schedule import Hold
 from fullshard.schedule.state import IN_USE
 
@@ -62,7 +61,7 @@ def _use_orig_params(fsdp: FullyShardedDataParallel) -> bool:
 
 def _flat_param(fsdp: FullyShardedDataParallel) -> nn.Parameter:
     front = fsdp._unit.buckets[0].front
-    if not isinstance(front, FlatParameter):
+    if front is None:
         raise UnsupportedError(
             "FlatParamHandle.flat_param of a wrapper with use_orig_params=True: there is none, "
             "its parameters are themselves over this rank's elements; use parameters()"

@@ -37,7 +37,7 @@ from fullshard.frontend.places import places_of
 from fullshard.frontend.sharded import unit_and_engine
 from fullshard.schedule import AfterForward, Hold, Residency, UnitPolicy, UnitState
 from fullshard.schedule.state import IN_USE
-from fullshard.tensors import DTensorForm, PlainForm, RaggedTensor
+from fullshard.tensors import RaggedTensor
 
 
 def state_in_machine(unit: Unit) -> UnitState:
@@ -83,14 +83,12 @@ def _mesh_info(bucket: Bucket) -> DataParallelMeshInfo:
     Raises:
         UnsupportedError: if parameters are also cut over ranks that are not data-parallel.
     """
-    form = bucket.spec.form
-    form = form.dtensors if isinstance(form, PlainForm) else form
-    if bucket.spec.parallel is not None or not isinstance(form, DTensorForm):
+    if bucket.spec.parallel is not None:
         raise UnsupportedError(
             "FSDPParamGroup.mesh_info: parameters are tensor-parallel, and their mesh has more "
             "dims than the one that fully_shard was given; use that one"
         )
-    place = form.places[0]
+    place = bucket.spec.form.places[0]
     dims = {isinstance(one, Replicate): dim for dim, one in enumerate(place.placements)}
     if True not in dims:
         return FSDPMeshInfo(place.mesh, shard_mesh_dim=dims[False])

@@ -12,6 +12,7 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.executor import Engine
 from fullshard.engine.extended import check_extendable
+from fullshard.engine.flat_param import FlatParameter
 from fullshard.engine.full import Loan, Terms, gather_full_param, is_first, is_first_copy
 from fullshard.engine.policy import (
     CPUOffloadPolicy,

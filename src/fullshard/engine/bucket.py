@@ -39,7 +39,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,24 +51,14 @@ from fullshard.comm import Label
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.extended import HookedUnsharded, check_extendable
+from fullshard.engine.flat_param import FlatParameter
 from fullshard.engine.policy import ReducePolicy, WireCheck
-from fullshard.engine.reduce import Front as ReduceFront
 from fullshard.engine.reduce import Gradients, Waiting
 from fullshard.engine.shard import FlatShard, Shards, carry_put_on, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec, num_flags
 from fullshard.engine.unshard import BorrowedUnsharded, FlatUnsharded, Unsharded
 from fullshard.errors import ConfigError, ProtocolError
-from fullshard.tensors import gathered_by_itself, local_part
-
-
-class BucketFront(ReduceFront, Protocol):
-    """A ``reduce.Front`` of one bucket, which shares the memory of the bucket's shard."""
-
-    def copy(self, bucket: Bucket, memo: dict[Any, Any]) -> BucketFront:
-        """Return a front for a copy of the bucket; enter it and its parameter into ``memo``."""
-
-    def lead(self) -> None:
-        """Point the parameter to the memory of the shard, which may have changed."""
+from fullshard.tensors import Shown, gathered_by_itself, local_part
 
 
 class Bucket:
@@ -86,7 +76,9 @@ class Bucket:
         self._show_locals()
         self.unsharded: Unsharded | None = None
         self.gradients: Gradients | None = None
-        self.front: BucketFront | None = None
+        self.front: FlatParameter | None = None
+        if spec.form.shown is Shown.FLAT:
+            self.front = FlatParameter(self.spec, self.sharded_params, self.shard)
         self.waiting = Waiting()
         self.reduce_policy = ReducePolicy()
         self.keeps_memory = False  # True: resharding does not free the unsharded parameters
@@ -114,7 +106,8 @@ class Bucket:
         new._show_locals()
         memo |= {id(a): b for a, b in zip(self.shards.locals, new.shards.locals, strict=True)}
         carry_put_on(self.shards, self.shards.locals, new.shards, partial(copy.deepcopy, memo=memo))
-        new.front = None if self.front is None else self.front.copy(new, memo)
+        if self.front is not None:
+            new.front = self.front.copy(new.spec, new.sharded_params, new.shard, memo)
         return new
 
     @property
@@ -267,6 +260,8 @@ class Bucket:
     def rewire(self, **wires: Any) -> None:
         """Replace wires of ``spec``; only while the bucket is resharded and nothing is pending."""
         self.spec = replace(self.spec, **wires).labelled(self._label)
+        if self.front is not None:
+            self.front.spec = self.spec
         self.dematerialize()
 
     def tell_unit(self, name: str) -> None:
@@ -410,7 +405,7 @@ class Bucket:
         carry_put_on(old, found, self.shards)
         self._restore_grad_dtypes()
         if self.front is not None:
-            self.front.lead()
+            self.front.lead(self.shard)
         if not (same_kind and self.unsharded is not None and self.unsharded.takes(self.shards)):
             self.dematerialize()
 

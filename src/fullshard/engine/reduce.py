@@ -14,6 +14,7 @@ from fullshard._torch import autograd as _autograd
 from fullshard.comm import Done, Pending
 from fullshard.device import Lane, Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
+from fullshard.engine.flat_param import FlatParameter
 from fullshard.engine.grad_shard import GradShard, ReducedSets
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce_input import Reduced, ReduceInput
@@ -77,20 +78,6 @@ class Unresolved(NamedTuple):
     prior: frozenset[int]
 
 
-class Front(Protocol):
-    """A single parameter that modules show instead of all sharded parameters of a bucket."""
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The parameter that modules show, on which users put hooks."""
-
-    def tell_gradients(self) -> None:
-        """Give the sharded parameters the front's gradient, which the user may have changed."""
-
-    def take_gradients(self) -> None:
-        """Move the gradients of the sharded parameters to the front."""
-
-
 class Reducible(Protocol):
     """The part of a bucket that ``Gradients`` needs."""
 
@@ -98,10 +85,7 @@ class Reducible(Protocol):
     sharded_params: list[nn.Parameter]
     waiting: Waiting
     reduce_policy: ReducePolicy
-
-    @property
-    def front(self) -> Front | None:
-        """The front of the sharded parameters, or None."""
+    front: FlatParameter | None
 
 
 class Gradients:

@@ -21,7 +21,7 @@ from fullshard.comm import ENCODED, Collectives, Label, encoded
 from fullshard.device import LaneEvent, Lanes, dry_host_tensor, host_tensor
 from fullshard.engine.policy import WireCheck, WirePolicy
 from fullshard.layout import Layout, Segment, round_up
-from fullshard.tensors import HookArguments, ParallelSpec, ShardForm, announce_flat
+from fullshard.tensors import Face, HookArguments, ParallelSpec, announce_flat
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class BucketSpec:
 
     layout: Layout
     comm: Collectives
-    form: ShardForm
+    form: Face
     device: torch.device
     reducer: Collectives | None = None
     """The collectives that reduce among the ranks of ``comm``, if not ``comm`` itself."""
@@ -143,7 +143,7 @@ class BucketSpec:
         params = [(param.name, param.shape) for param in self.layout.params]
         wire = str(self.wire)
         dtypes = (dtype, self.param_dtype, self.reduce_dtype)
-        places = (type(self.form).__name__, self.layout.shard_numel, self.layout.bands)
+        places = (self.form.is_plain, self.layout.shard_numel, self.layout.bands)
         all_of_it = repr((unit, params, places, *dtypes, *filter(None, [wire])))
         digest = hashlib.blake2b(all_of_it.encode(), digest_size=8).hexdigest()
         names = [param.name for param in self.layout.params[:3]]

@@ -1,7 +1,7 @@
 """``FullyShardedDataParallel``, the face with the interface of PyTorch's FSDP1.
 
 ``options`` has the values of its arguments, ``meshes``, ``precision`` and ``prepare`` interpret
-them, and ``wrapper`` has the class. ``frontend/flat_param.py`` has the flat parameters.
+them, and ``wrapper`` has the class. ``engine/flat_param.py`` has the flat parameters.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import inspect
 import logging
 import weakref
@@ -56,13 +55,12 @@ from fullshard.frontend.places import Places
 from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter
 from fullshard.schedule import AfterForward, UnitPolicy
 from fullshard.tensors import (
-    DTensorForm,
+    Face,
     HookArguments,
     ParallelSpec,
-    PlainForm,
     RaggedShard,
     RaggedTensor,
-    ShardForm,
+    Shown,
     explain_uses,
     handle_ops_on,
     is_wrapper,
@@ -272,9 +270,8 @@ def _places(
     if choices.shown is not Shown.FLAT:
         return Places(where)
     (wrapper,) = modules
-    flat = FlatPlaces(where, innermost(next(wrapper.children())))
-    flat.front_for(buckets)
-    return flat
+    fronts = [bucket.front for bucket in buckets if bucket.front is not None]
+    return FlatPlaces(where, innermost(next(wrapper.children())), fronts)
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -315,19 +312,6 @@ def _log(unit: Unit, modules: Iterable[nn.Module]) -> None:
 _ALIGN_NBYTES = 16
 
 Decided = TypeVar("Decided")
-
-
-class Shown(enum.Enum):
-    """The form in which users see their parameters between steps."""
-
-    DTENSORS = "DTensors"
-    """New DTensors replace the parameters: ``fully_shard``."""
-    ORIGINALS = "originals"
-    """The user's own Parameter objects, over this rank's plain piece:
-    ``FullyShardedDataParallel(use_orig_params=True)``."""
-    FLAT = "flat"
-    """One plain Parameter over the whole shard; the pieces are hidden:
-    ``FullyShardedDataParallel(use_orig_params=False)``."""
 
 
 @dataclass(frozen=True)
@@ -477,21 +461,19 @@ def _hook_arguments(
     return HookArguments(mesh.one_dim, modules, members[0].policy)
 
 
-def _form(
-    members: Sequence[_Member], layout: Layout, mesh: DataMesh, choices: CallOptions
-) -> ShardForm:
+def _form(members: Sequence[_Member], layout: Layout, mesh: DataMesh, choices: CallOptions) -> Face:
     """Return the form in which users see the pieces."""
     ragged = mesh.shard_dim is not None and not isinstance(choices.layout, PerParameter)
     cuts = [_ragged_cut(layout, i) if ragged else m.spec.shard_dim for i, m in enumerate(members)]
-    form = DTensorForm(
+    return Face(
         [member.owned.param.shape for member in members],
         [
             _naming(member.owned, partial(mesh.place, member.parallel, cut))
             for member, cut in zip(members, cuts, strict=True)
         ],
         RaggedTensor if ragged else DTensor,
+        choices.shown,
     )
-    return form if choices.shown is Shown.DTENSORS else PlainForm(form)
 
 
 def _naming(owned: PlacedParam, decide: Callable[[], Decided]) -> Decided:

@@ -16,10 +16,9 @@ from fullshard.tensors.extension import (
 from fullshard.tensors.flats import FlatPart, announce_flat, flat_part_of
 from fullshard.tensors.form import (
     AbsentParameter,
-    DTensorForm,
+    Face,
     PlacedPiece,
-    PlainForm,
-    ShardForm,
+    Shown,
     announce_pieces,
     local_part,
     local_parts,

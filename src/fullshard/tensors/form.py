@@ -1,14 +1,12 @@
-"""Forms: how the local shard of a parameter or of its gradient is shown to the user.
-
-``fully_shard`` uses ``DTensorForm``, ``FullyShardedDataParallel`` uses ``PlainForm``.
-"""
+"""The face of a bucket: how local shards of parameters and of gradients are shown to the user."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,50 +39,57 @@ def shown_like(shown: Tensor, local: Tensor) -> Tensor:
     return _dtensor.dtensor_like(shown, local) if isinstance(shown, DTensor) else local
 
 
-class ShardForm(Protocol):
-    """A conversion from local tensors to shown tensors and back; ``index`` numbers parameters."""
+class Shown(enum.Enum):
+    """The form in which users see their parameters between steps."""
 
-    def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
-        """Return the parameter over ``local`` that replaces ``original``, perhaps itself."""
-
-    def wrap(self, index: int, local: Tensor) -> Tensor:
-        """Return the tensor that shows ``local`` to the user; both share storage."""
-
-    def local(self, shown: Tensor) -> Tensor:
-        """Return the local tensor behind ``shown``, itself and not a view."""
-
-    def repoint(self, shown: Tensor, local: Tensor) -> None:
-        """Make ``shown`` show another local tensor of the same shape and dtype."""
-
-    def introduce(self, index: int, shown: Tensor) -> None:
-        """Announce the place of ``shown``, which may be another object than before."""
-
-    def all_show(self, shown: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
-        """Return whether each of ``shown`` still shows its local tensor."""
-
-    def as_dtensor(self, index: int, local: Tensor) -> Tensor:
-        """Return ``local``, laid out like the local shard, as a DTensor for state dicts."""
-
-    def __str__(self) -> str:
-        """Describe, for people, how parameters are placed."""
+    DTENSORS = "DTensors"
+    """New DTensors replace the parameters: ``fully_shard``."""
+    ORIGINALS = "originals"
+    """The user's own Parameter objects, over this rank's plain piece:
+    ``FullyShardedDataParallel(use_orig_params=True)``."""
+    FLAT = "flat"
+    """One plain Parameter over the whole shard; the pieces are hidden:
+    ``FullyShardedDataParallel(use_orig_params=False)``."""
 
 
 @dataclass(frozen=True)
-class DTensorForm:
-    """The form of DTensors of class ``cls``, with each parameter's global shape and place."""
+class Face:
+    """The tensors by which users see the local shards of some parameters, and their gradients.
+
+    ``index`` numbers the parameters, each with its global shape and place. DTensors are of class
+    ``cls``; plain tensors are the user's own Parameter objects, each over a local shard.
+    """
 
     shapes: Sequence[torch.Size]
     places: Sequence[ShardPlace]
     cls: type[DTensor] = DTensor
+    shown: Shown = Shown.DTENSORS
     _specs: dict[tuple[int, torch.dtype], _dtensor.DTensorSpec] = field(default_factory=dict)
 
+    @property
+    def is_plain(self) -> bool:
+        """True if users see plain tensors."""
+        return self.shown is not Shown.DTENSORS
+
     def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
-        """Return a new parameter with the ``requires_grad`` and ``grad_dtype`` of ``original``."""
+        """Return the parameter over ``local`` that replaces ``original``, perhaps itself.
+
+        A new parameter has the ``requires_grad`` and, as a DTensor, ``grad_dtype`` of ``original``.
+        """
+        if self.is_plain and not isinstance(original, DTensor):  # which cannot hold plain data
+            original.grad = None  # has the full shape; PyTorch refuses a gradient of another shape
+            original.data = local
+            return original
         param = nn.Parameter(self.wrap(index, local), requires_grad=original.requires_grad)
-        _autograd.keep_grad_dtype(_autograd.explicit_grad_dtype(original), param)
+        if not self.is_plain:
+            _autograd.keep_grad_dtype(_autograd.explicit_grad_dtype(original), param)
         return param
 
     def wrap(self, index: int, local: Tensor) -> Tensor:
+        """Return the tensor that shows ``local`` to the user; both share storage."""
+        return local if self.shown is not Shown.DTENSORS else self._dtensor(index, local)
+
+    def _dtensor(self, index: int, local: Tensor) -> Tensor:
         """Return a DTensor with the global shape and the stride of a contiguous tensor."""
         spec = self._specs.get((index, local.dtype))
         if spec is None:
@@ -99,74 +104,50 @@ class DTensorForm:
         return _dtensor.dtensor_from_spec(local, spec, requires_grad=False, cls=self.cls)
 
     def local(self, shown: Tensor) -> Tensor:
-        """See ``ShardForm``."""
-        return _dtensor.local_of(cast("DTensor", shown))
+        """Return the local tensor behind ``shown``, itself and not a view.
+
+        That of a plain parameter is detached from the parameter's autograd history.
+        """
+        if self.shown is Shown.DTENSORS:
+            return _dtensor.local_of(cast("DTensor", shown))
+        return shown.data
 
     def repoint(self, shown: Tensor, local: Tensor) -> None:
-        """See ``ShardForm``."""
-        _dtensor.repoint(cast("DTensor", shown), local)
+        """Make ``shown`` show another local tensor of the same shape and dtype."""
+        if self.is_plain:
+            shown.data = local
+        else:
+            _dtensor.repoint(cast("DTensor", shown), local)
 
     def introduce(self, index: int, shown: Tensor) -> None:
-        """Do nothing, because a DTensor carries its own place."""
+        """Announce the place of ``shown``, perhaps a new object; a DTensor carries its place."""
+        if self.is_plain:
+            place, whole = self.places[index], self.shapes[index]
+            announce_pieces(shown, [PlacedPiece(place, 0, shown.numel(), whole)])
 
     def all_show(self, shown: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
-        """See ``ShardForm``."""
-        return all(map(is_, _dtensor.locals_of(shown), locals_))
+        """Return whether each of ``shown`` still shows its local tensor."""
+        if self.shown is Shown.DTENSORS:
+            return all(map(is_, _dtensor.locals_of(shown), locals_))
+        return all(map(_shares_memory, shown, locals_))
 
     def as_dtensor(self, index: int, local: Tensor) -> Tensor:
-        """Return the DTensor that users see; if nothing is cut, it has the parameter's shape."""
+        """Return ``local``, laid out like the local shard, as a DTensor for state dicts.
+
+        If nothing is cut, the DTensor has the shape of the parameter.
+        """
         whole = self.shapes[index]
         is_whole = local.shape != whole and local.numel() == whole.numel()
-        return self.wrap(index, local.view(whole) if is_whole and self.cls is DTensor else local)
+        local = local.view(whole) if is_whole and self.cls is DTensor else local
+        return self._dtensor(index, local)
 
     def __str__(self) -> str:
+        if self.is_plain:
+            return "plain pieces"
         if self.cls is not DTensor:
             return f"{self.cls.__name__}s"
         kinds = dict.fromkeys(", ".join(map(str, place.placements)) for place in self.places)
         return " and ".join(kinds)
-
-
-@dataclass(frozen=True)
-class PlainForm:
-    """The form of plain tensors: the user's own Parameter objects, each over a local shard."""
-
-    dtensors: DTensorForm
-
-    def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
-        """Return ``original``, or a new parameter for a DTensor, which cannot hold plain data."""
-        if isinstance(original, DTensor):
-            return nn.Parameter(local, requires_grad=original.requires_grad)
-        original.grad = None  # has the full shape; PyTorch refuses a gradient of another shape
-        original.data = local
-        return original
-
-    def wrap(self, index: int, local: Tensor) -> Tensor:
-        """See ``ShardForm``."""
-        return local
-
-    def local(self, shown: Tensor) -> Tensor:
-        """See ``ShardForm``; the result is detached from the Parameter's autograd history."""
-        return shown.data
-
-    def repoint(self, shown: Tensor, local: Tensor) -> None:
-        """See ``ShardForm``."""
-        shown.data = local
-
-    def introduce(self, index: int, shown: Tensor) -> None:
-        """See ``ShardForm``."""
-        place, whole = self.dtensors.places[index], self.dtensors.shapes[index]
-        announce_pieces(shown, [PlacedPiece(place, 0, shown.numel(), whole)])
-
-    def all_show(self, shown: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
-        """See ``ShardForm``."""
-        return all(map(_shares_memory, shown, locals_))
-
-    def as_dtensor(self, index: int, local: Tensor) -> Tensor:
-        """See ``ShardForm``."""
-        return self.dtensors.as_dtensor(index, local)
-
-    def __str__(self) -> str:
-        return "plain pieces"
 
 
 def _shares_memory(shown: Tensor, local: Tensor) -> bool:
