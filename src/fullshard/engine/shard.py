@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,44 +15,66 @@ from fullshard.layout import Segment
 from fullshard.tensors import carry_attributes, local_part, plain
 
 
-class Shards(Protocol):
+class Shards(ABC):
     """This rank's pieces of some parameters, all on one device and of one dtype."""
 
-    locals: list[Tensor]
-    """The local tensors behind the sharded parameters."""
-    made: Sequence[Mapping[str, Any]]
-    """The attributes that each local tensor had at first; users or hooks set any others."""
+    def __init__(self, spec: BucketSpec, memory: Sequence[Tensor], locals_: list[Tensor]) -> None:
+        self._spec = spec
+        self._memory = memory
+        self.locals = locals_
+        """The local tensors behind the sharded parameters."""
+        self.made: Sequence[Mapping[str, Any]] = [{}] * len(locals_)
+        """The attributes that each local tensor had at first; users or hooks set any others."""
 
     @property
     def device(self) -> torch.device:
         """Device of the pieces."""
+        return self._memory[0].device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the pieces."""
+        return self._memory[0].dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of the pieces."""
+        """Bytes that plain tensors take; only a subclass of Tensor knows its real memory."""
+        return sum(own.numel() * own.element_size() for own in self._memory)
 
     def show(self, locals_: Sequence[Tensor]) -> None:
         """Replace ``locals`` by the tensors that parameters show, perhaps views of our tensors."""
+        self.locals = list(locals_)
 
     def padded(self, index: int, device: torch.device) -> Tensor:
         """Return a piece on ``device``, padded with rows to the size of rank 0's piece.
 
         Return the local tensor itself if it fits; otherwise carry over attributes set on it.
         """
+        local, padded, made = self.locals[index], self._padded(index), self.made[index]
+        found = local if local.shape == padded.shape else padded
+        if found.device != device:
+            found = found.to(device)
+        if found is not local:
+            carry_attributes(local, found, made, _moved_to(device))
+        return found
 
+    @abstractmethod
+    def _padded(self, index: int) -> Tensor:
+        """Return the memory of a piece and its padding."""
+
+    @abstractmethod
     def values(self) -> Tensor:
         """Return all values, 1-D in the order of the layout: the memory, or a copy to ``put``."""
 
+    @abstractmethod
     def put(self, values: Tensor) -> None:
         """Store the changed result of ``values()``."""
 
+    @abstractmethod
     def copy(self) -> Self:
         """Return a copy in separate memory."""
 
+    @abstractmethod
     def adopted(self, pieces: Sequence[Tensor]) -> Self:
         """Return new shards with values, device and dtype of ``pieces``, shaped like ``locals``."""
 
@@ -67,14 +90,12 @@ def cut_shards(spec: BucketSpec, originals: Sequence[Tensor]) -> Shards:
     return FlatShard.cut(spec, tensors)
 
 
-class FlatShard:
+class FlatShard(Shards):
     """The pieces in one 1-D tensor of ``layout.shard_numel`` elements."""
 
     def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
-        self._spec = spec
+        super().__init__(spec, [flat], spec.own_views(flat))
         self.flat = flat
-        self.locals = spec.own_views(flat)
-        self.made: Sequence[Mapping[str, Any]] = [{}] * len(self.locals)
 
     @classmethod
     def cut(cls, spec: BucketSpec, tensors: Sequence[Tensor]) -> Self:
@@ -86,32 +107,11 @@ class FlatShard:
             cut_into(full, segment, flat)
         return cls(spec, flat)
 
-    @property
-    def device(self) -> torch.device:
-        """See ``Shards``."""
-        return self.flat.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See ``Shards``."""
-        return self.flat.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """See ``Shards``."""
-        return self.flat.nbytes
-
-    def show(self, locals_: Sequence[Tensor]) -> None:
-        """See ``Shards``."""
-        self.locals = list(locals_)
-
-    def padded(self, index: int, device: torch.device) -> Tensor:
-        """See ``Shards``; padding is part of the shard, and zero."""
+    def _padded(self, index: int) -> Tensor:
+        # Padding is part of the shard, and zero.
         offset = self._spec.pieces[index].offset
         shape = self._spec.layout.local_shape(0, index)
-        numel = torch.Size(shape).numel()
-        padded = self.flat.narrow(0, offset, numel).view(shape)
-        return _stand_in(self.locals[index], padded, device, self.made[index])
+        return self.flat.narrow(0, offset, torch.Size(shape).numel()).view(shape)
 
     def values(self) -> Tensor:
         """See ``Shards``; return the memory itself."""
@@ -134,17 +134,13 @@ class FlatShard:
         return new
 
 
-class SeparateShards:
+class SeparateShards(Shards):
     """The pieces of parameters of a wrapper subclass: of the same class, each padded alone."""
 
     def __init__(self, spec: BucketSpec, padded: list[Tensor]) -> None:
-        self._spec = spec
-        self._padded = padded
-        self.locals = [
-            full.narrow(0, 0, piece.shape[0])
-            for full, piece in zip(padded, spec.pieces, strict=True)
-        ]
-        self.made: Sequence[Mapping[str, Any]] = [dict(vars(local)) for local in self.locals]
+        both = zip(padded, spec.pieces, strict=True)
+        super().__init__(spec, padded, [own.narrow(0, 0, piece.shape[0]) for own, piece in both])
+        self.show(self.locals)
 
     @classmethod
     def cut(cls, spec: BucketSpec, tensors: Sequence[Tensor]) -> Self:
@@ -160,29 +156,13 @@ class SeparateShards:
             padded.append(own if full.is_meta else own.to(spec.home))
         return cls(spec, padded)
 
-    @property
-    def device(self) -> torch.device:
-        """See ``Shards``."""
-        return self._padded[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See ``Shards``."""
-        return self._padded[0].dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that plain tensors would take; only the subclass knows its real memory."""
-        return sum(padded.numel() * padded.element_size() for padded in self._padded)
-
     def show(self, locals_: Sequence[Tensor]) -> None:
-        """See ``Shards``."""
-        self.locals = list(locals_)
+        """See ``Shards``; the attributes that the tensors have now count as made."""
+        super().show(locals_)
         self.made = [dict(vars(local)) for local in self.locals]
 
-    def padded(self, index: int, device: torch.device) -> Tensor:
-        """See ``Shards``."""
-        return _stand_in(self.locals[index], self._padded[index], device, self.made[index])
+    def _padded(self, index: int) -> Tensor:
+        return self._memory[index]
 
     def values(self) -> Tensor:
         """See ``Shards``; return a plain copy."""
@@ -205,7 +185,7 @@ class SeparateShards:
 
     def copy(self) -> Self:
         """See ``Shards``."""
-        return type(self)(self._spec, [padded.clone() for padded in self._padded])
+        return type(self)(self._spec, [own.clone() for own in self._memory])
 
     def adopted(self, pieces: Sequence[Tensor]) -> Self:
         """See ``Shards``."""
@@ -233,18 +213,6 @@ def carry_put_on(
         if piece is not old.locals[number]:
             made = {name: value for name, value in vars(piece).items() if name in vars(target)}
         carry_attributes(piece, target, made, copied)
-
-
-def _stand_in(
-    local: Tensor, padded: Tensor, device: torch.device, made: Mapping[str, Any]
-) -> Tensor:
-    """Return ``local``, or ``padded`` if larger, on ``device``, with attributes of ``local``."""
-    found = local if local.shape == padded.shape else padded
-    if found.device != device:
-        found = found.to(device)
-    if found is not local:
-        carry_attributes(local, found, made, _moved_to(device))
-    return found
 
 
 def _moved_to(device: torch.device) -> Callable[[Any], Any]:

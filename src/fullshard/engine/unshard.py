@@ -38,6 +38,7 @@ class Unsharded(ABC):
     borrows = False
     """True if the parameters share the memory of the shard."""
     is_lost = False
+    _views: _Views | None = None
 
     @abstractmethod
     def start(self) -> None:
@@ -57,14 +58,14 @@ class Unsharded(ABC):
 
     def owns(self, param: nn.Parameter) -> bool:
         """Return whether ``param``, one of ``params``, still uses our memory, as far as we know."""
-        return True
+        return self._views is None or self._views.owns(param)
 
     def reclaim(self) -> list[int]:
         """Point parameters with foreign ``data`` back to our memory; return their indices.
 
         While no memory is allocated, do nothing: nobody reads them, and ``start`` calls this again.
         """
-        return []
+        return [] if self._views is None else self._views.reclaim()
 
     def takes(self, shards: Shards) -> bool:
         """Gather from ``shards`` from now on; return False if a new object is needed instead.
@@ -169,14 +170,6 @@ class BorrowedUnsharded(Unsharded):
             self._views = _Views(spec, shard)
         self.params = self._views.params
 
-    def owns(self, param: nn.Parameter) -> bool:
-        """See ``Unsharded``."""
-        return self._views.owns(param)
-
-    def reclaim(self) -> list[int]:
-        """See ``Unsharded``."""
-        return self._views.reclaim()
-
     def start(self) -> None:
         """See ``Unsharded``."""
         self.reclaim()
@@ -213,13 +206,9 @@ class FlatUnsharded(GatheredUnsharded):
                 self._secondary = _Secondary(comm, self._buffer, meter)
             self._buffer.free()
 
-    def owns(self, param: nn.Parameter) -> bool:
-        """See ``Unsharded``."""
-        return self._views.owns(param)
-
     def reclaim(self) -> list[int]:
         """See ``Unsharded``."""
-        return self._views.reclaim() if self._buffer.allocated else []
+        return self._views.reclaim() if self._views and self._buffer.allocated else []
 
     def takes(self, shards: Shards) -> bool:
         """See ``Unsharded``."""
