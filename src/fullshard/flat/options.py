@@ -20,7 +20,6 @@ from fullshard._torch import nn as _nn
 from fullshard.comm import played_by
 from fullshard.engine import Offload, WirePolicy
 from fullshard.errors import ArgumentTypeError
-from fullshard.frontend.fully_shard import device_of
 from fullshard.frontend.meshes import DataMesh
 from fullshard.schedule import Ahead
 
@@ -308,4 +307,4 @@ class Arguments(nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """The device on which forward and backward run."""
-        return device_of(self._given.mesh)
+        return self._given.mesh.device

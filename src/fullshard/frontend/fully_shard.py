@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -200,17 +200,28 @@ before_sharding: list[Callable[[], None]] = []
 """Called whenever modules are about to be sharded; ``compat`` looks there for patches."""
 
 
-def plan_unit(modules: Sequence[nn.Module], choices: CallOptions) -> BucketPlan:
+Plan = list[tuple[BucketSpec, list[PlacedParam]]]
+"""The planned buckets of a unit, with their parameters; nothing is allocated yet."""
+
+
+def plan_unit(modules: Sequence[nn.Module], choices: CallOptions) -> Plan:
     """Return the plan for ``shard_modules``; raise if ``modules`` cannot be sharded."""
     return _plan(collect(modules, choices.ignored), choices)
 
 
-def _plan(below: Subtree, choices: CallOptions) -> BucketPlan:
+def _plan(below: Subtree, choices: CallOptions) -> Plan:
+    """Check what is below a call; group parameters by mesh, dtypes, trainability and class."""
     for unit in below.units:
         engine_of(unit).check_idle("fully_shard")
         check_ends_by_itself(unit)
     check_params(below.params, choices.layout)
-    return plan_buckets(below.params, choices)
+    groups: dict[tuple[object, ...], list[_Member]] = {}
+    for owned in below.params:
+        member = _member(owned, choices)
+        groups.setdefault(member.key, []).append(member)
+    specs = (_bucket_spec(members, choices) for members in groups.values())
+    owned_by = ([member.owned for member in members] for members in groups.values())
+    return list(zip(specs, owned_by, strict=True))
 
 
 def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
@@ -223,11 +234,8 @@ def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
         look()
     below = collect(modules, choices.ignored)
     plan = _plan(below, choices)
-    device = device_of(choices.mesh)
-    buckets = [
-        Bucket(spec, [p.param for p in params])
-        for spec, params in zip(plan.specs, plan.params, strict=True)
-    ]
+    device = choices.mesh.device
+    buckets = [Bucket(spec, [owned.param for owned in params]) for spec, params in plan]
     places = _places(modules, plan, choices, buckets)
     unit = Unit(
         "",
@@ -255,7 +263,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
     for module in below.modules:
         _nn.mark_managed(module, shows_originals=choices.shown is not Shown.FLAT)
     check_optimizers_again()
-    enlist(modules, chain.from_iterable(plan.params), unit)
+    enlist(modules, chain.from_iterable(params for _, params in plan), unit)
     places.warn_of_additions = Additions(below.modules).warn
     _name_units(modules, unit)
     _log(unit, modules)
@@ -263,10 +271,10 @@ def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
 
 
 def _places(
-    modules: Sequence[nn.Module], plan: BucketPlan, choices: CallOptions, buckets: Sequence[Bucket]
+    modules: Sequence[nn.Module], plan: Plan, choices: CallOptions, buckets: Sequence[Bucket]
 ) -> Places:
     """Return the places of the parameters, with a flat parameter if users see one."""
-    where = [[owned.places for owned in params] for params in plan.params]
+    where = [[owned.places for owned in params] for _, params in plan]
     if choices.shown is not Shown.FLAT:
         return Places(where)
     (wrapper,) = modules
@@ -348,72 +356,32 @@ class CallOptions:
         return max(block, _ALIGN_NBYTES // narrowest)
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """The planned buckets of a unit; nothing is allocated yet."""
-
-    specs: list[BucketSpec]
-    params: list[list[PlacedParam]]
-
-
 class _Member(NamedTuple):
     """A parameter to put in a bucket; ``spec`` is of the tensor that data-parallel ranks cut."""
 
     owned: PlacedParam
+    mesh: DataMesh
     spec: ParamSpec
     parallel: ParallelSpec | None
     policy: MixedPrecisionPolicy
 
     @property
-    def computed(self) -> torch.dtype:
-        """The dtype of the unsharded parameter."""
-        own = self.owned.param.dtype
-        return self.policy.param_dtype or own if own.is_floating_point else own
+    def key(self) -> tuple[object, ...]:
+        """A key that is equal for the parameters of one bucket."""
+        param = self.owned.param
+        computed = self.policy.param_dtype if param.is_floating_point() else None
+        return self.mesh, param.dtype, computed or param.dtype, param.requires_grad, self.kind
+
+    @property
+    def kind(self) -> type[Tensor]:
+        """The class of the local tensor, if it is a wrapper subclass."""
+        tensor = local_part(self.owned.param).detach()
+        return type(tensor) if is_wrapper(tensor) else Tensor
 
 
-def plan_buckets(owned: Sequence[PlacedParam], choices: CallOptions) -> BucketPlan:
-    """Group parameters into buckets by mesh, dtypes, trainability and tensor class.
-
-    Raises:
-        ConfigError, UnsupportedError: if a parameter does not fit the chosen mesh or dim.
-    """
-    groups: dict[tuple[DataMesh, torch.dtype, torch.dtype, bool, type], list[_Member]] = {}
-    for one in owned:
-        mesh, member = _member(one, choices)
-        tensor = local_part(one.param).detach()
-        kind = type(tensor) if is_wrapper(tensor) else torch.Tensor
-        key = (
-            mesh,
-            one.param.dtype,
-            member.computed,
-            one.param.requires_grad,
-            kind,
-        )
-        groups.setdefault(key, []).append(member)
-    plan = BucketPlan([], [])
-    for (mesh, dtype, *_, kind), members in groups.items():
-        params = [member.owned for member in members]
-        plan.params.append(params)
-        spec = _bucket_spec(members, dtype, mesh, choices)
-        GradDtypes.check(spec, [owned.param for owned in params])
-        if kind is not torch.Tensor:
-            check_extendable(spec)
-            spec = replace(spec, are_wrapped=True)
-        plan.specs.append(spec)
-    return plan
-
-
-def device_of(mesh: DataMesh) -> torch.device:
-    """Return this rank's device of the type of ``mesh``."""
-    kind = mesh.mesh.device_type
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _member(owned: PlacedParam, choices: CallOptions) -> tuple[DataMesh, _Member]:
+def _member(owned: PlacedParam, choices: CallOptions) -> _Member:
     answer = choices.placement_fn(owned.param) if choices.placement_fn else None
-    dim, mesh = placed(owned, answer, choices.mesh)
+    dim, mesh = _placed(owned, answer, choices.mesh)
     if dim is not None and not isinstance(choices.layout, PerParameter):
         raise ConfigError(
             f"shard_placement_fn: got Shard({dim}) for parameter {owned.name} with "
@@ -421,48 +389,47 @@ def _member(owned: PlacedParam, choices: CallOptions) -> tuple[DataMesh, _Member
         )
     parallel = _naming(owned, lambda: mesh.parallel_spec(owned.param, owned.name))
     shape = owned.param.shape if parallel is None else parallel.local_shape
-    policy = choices.policy.for_param(owned.name, owned.param)
-    return mesh, _Member(owned, ParamSpec(owned.name, tuple(shape), dim or 0), parallel, policy)
+    spec = ParamSpec(owned.name, tuple(shape), dim or 0)
+    return _Member(owned, mesh, spec, parallel, choices.policy.for_param(owned.name, owned.param))
 
 
-def _bucket_spec(
-    members: Sequence[_Member], dtype: torch.dtype, mesh: DataMesh, choices: CallOptions
-) -> BucketSpec:
-    policy = members[0].policy if dtype.is_floating_point else MixedPrecisionPolicy()
+def _bucket_spec(members: Sequence[_Member], choices: CallOptions) -> BucketSpec:
+    """Return the spec of a bucket of ``members``, whose keys are equal.
+
+    Raises:
+        ConfigError, UnsupportedError: if a parameter does not fit the chosen mesh or dim.
+    """
+    first, mesh, dtype = members[0], members[0].mesh, members[0].owned.param.dtype
+    policy = first.policy if dtype.is_floating_point else MixedPrecisionPolicy()
     strategy = choices.layout_on(mesh)
     align = choices.alignment(dtype, policy)
     layout = strategy.build([member.spec for member in members], mesh.num_shards, align)
     parallel = tuple(member.parallel for member in members)
-    return BucketSpec(
+    modules = [weakref.ref(member.owned.places[0].module) for member in members]
+    by_param = isinstance(strategy, PerParameter)  # hooks cannot read the pieces of other layouts
+    spec = BucketSpec(
         layout=layout,
-        comm=mesh.shards,
-        form=_form(members, layout, mesh, choices),
-        device=device_of(mesh),
-        replicas=mesh.replicas,
-        secondary=mesh.secondary(choices.secondary) if choices.secondary else None,
+        form=_face(members, layout, choices),
+        **mesh.facts(choices.secondary),
         parallel=parallel if any(parallel) else None,
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
         follows_grad_dtype=choices.shown is Shown.DTENSORS and _autograd.follows_grad_dtype(),
         clean_padding=choices.shown is Shown.FLAT,
         offload=choices.offload,
-        hook_arguments=_hook_arguments(members, strategy, mesh, choices),
+        are_wrapped=first.kind is not Tensor,
+        hook_arguments=HookArguments(mesh.one_dim, modules, first.policy) if by_param else None,
         wire=choices.wire,
     )
+    GradDtypes.check(spec, [member.owned.param for member in members])
+    if spec.are_wrapped:
+        check_extendable(spec)
+    return spec
 
 
-def _hook_arguments(
-    members: Sequence[_Member], strategy: LayoutStrategy, mesh: DataMesh, choices: CallOptions
-) -> HookArguments | None:
-    """Return arguments for all-gather hooks; None for layouts whose pieces hooks cannot read."""
-    if not isinstance(strategy, PerParameter):
-        return None
-    modules = [weakref.ref(member.owned.places[0].module) for member in members]
-    return HookArguments(mesh.one_dim, modules, members[0].policy)
-
-
-def _form(members: Sequence[_Member], layout: Layout, mesh: DataMesh, choices: CallOptions) -> Face:
-    """Return the form in which users see the pieces."""
+def _face(members: Sequence[_Member], layout: Layout, choices: CallOptions) -> Face:
+    """Return the face by which users see the pieces."""
+    mesh = members[0].mesh
     ragged = mesh.shard_dim is not None and not isinstance(choices.layout, PerParameter)
     cuts = [_ragged_cut(layout, i) if ragged else m.spec.shard_dim for i, m in enumerate(members)]
     return Face(
@@ -503,16 +470,8 @@ PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 """The type of ``shard_placement_fn``: returns a dim, a dim and a mesh, or None."""
 
 
-class Placed(NamedTuple):
-    """The choice for one parameter."""
-
-    dim: int | None
-    """Tensor dim to cut, not negative; None if no dim was chosen."""
-    mesh: DataMesh
-
-
-def placed(owned: PlacedParam, answer: Any, default: DataMesh) -> Placed:
-    """Convert ``answer``, a result of ``shard_placement_fn``.
+def _placed(owned: PlacedParam, answer: Any, default: DataMesh) -> tuple[int | None, DataMesh]:
+    """Return the dim, not negative, and the mesh that ``shard_placement_fn`` chose by ``answer``.
 
     Raises:
         ConfigError: if ``answer`` is of a wrong type, or a dim that the parameter does not have.
@@ -522,7 +481,7 @@ def placed(owned: PlacedParam, answer: Any, default: DataMesh) -> Placed:
         mesh = _mesh_of(owned, answer.mesh_info, default)
         answer = answer.placement
     if answer is None:
-        return Placed(None, mesh)
+        return None, mesh
     if not isinstance(answer, Shard):
         raise ConfigError(
             f"shard_placement_fn: got {answer!r} for parameter {owned.name}, expected "
@@ -539,7 +498,7 @@ def placed(owned: PlacedParam, answer: Any, default: DataMesh) -> Placed:
             f"shard_placement_fn: got {answer} for parameter {owned.name} of shape "
             f"{tuple(owned.param.shape)}, expected a dim below {num_dims}"
         )
-    return Placed(answer.dim % num_dims, mesh)
+    return answer.dim % num_dims, mesh
 
 
 def _mesh_of(owned: PlacedParam, info: Any, default: DataMesh) -> DataMesh:

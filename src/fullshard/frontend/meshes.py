@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.comm import (
-    Collectives,
     SingleRank,
     collectives_of,
     collectives_of_part,
@@ -83,16 +83,27 @@ class DataMesh:
     """The full mesh on which parameters are DTensors already; other dims are not data-parallel."""
 
     @property
-    def shards(self) -> Collectives:
-        """The collectives of the ranks that share one copy."""
-        return SingleRank() if self.shard_dim is None else collectives_of(self.mesh, self.shard_dim)
+    def device(self) -> torch.device:
+        """This rank's device of the type of the mesh."""
+        kind = self.mesh.device_type
+        if kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.get_device_module(kind).current_device())
 
-    @property
-    def replicas(self) -> Collectives | None:
-        """The collectives of the ranks with equal shards; None if there is only one copy."""
-        if self.replicate_dim is None or self.mesh.size(self.replicate_dim) == 1:
-            return None
-        return collectives_of(self.mesh, self.replicate_dim)
+    def facts(self, secondary: int | None) -> dict[str, Any]:
+        """Return the fields of a ``BucketSpec`` on this mesh: the device, and the collectives.
+
+        ``secondary`` is the number of neighbors that share a secondary copy, if that is possible.
+        """
+        shard, replicate, num_shards = self.shard_dim, self.replicate_dim, self.num_shards
+        found: dict[str, Any] = {"comm": SingleRank(), "device": self.device}
+        if shard is not None:
+            found["comm"] = collectives_of(self.mesh, shard)
+            if secondary and secondary < num_shards and not num_shards % secondary:
+                found["secondary"] = collectives_of_part(self.mesh, shard, secondary)
+        if replicate is not None and self.mesh.size(replicate) > 1:
+            found["replicas"] = collectives_of(self.mesh, replicate)
+        return found
 
     @property
     def num_shards(self) -> int:
@@ -104,13 +115,6 @@ class DataMesh:
         """The 1-D mesh along which parameters are cut or, without a shard dim, replicated."""
         dim = self.shard_dim if self.shard_dim is not None else self.replicate_dim
         return mesh_of_dim(self.mesh, dim or 0)
-
-    def secondary(self, size: int) -> Collectives | None:
-        """Return collectives of ``size`` neighbors that share one copy; None if not possible."""
-        num_shards = self.num_shards
-        if self.shard_dim is None or size >= num_shards or num_shards % size:
-            return None
-        return collectives_of_part(self.mesh, self.shard_dim, size)
 
     def parallel_spec(self, param: Tensor, name: str) -> ParallelSpec | None:
         """Return the placement of ``param`` before it is sharded here; None for a plain tensor.
