@@ -27,7 +27,16 @@ PUBLIC_MODULES = {
     ),
 }
 OPTIONAL = {  # the extras, and a module of Python 3.14
-    *("transformers", "jinja2", "peft", "bitsandbytes", "pyarrow", "matplotlib", "zstandard"),
+    *(
+        "transformers",
+        "jinja2",
+        "peft",
+        "bitsandbytes",
+        "pyarrow",
+        "matplotlib",
+        "zstandard",
+        "fsspec",
+    ),
     "compression",
 }
 

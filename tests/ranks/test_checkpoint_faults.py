@@ -673,7 +673,7 @@ def test_what_was_intact_once_is_read_again_when_it_is_new(tmp_path: Path) -> No
             zeros(unfinished / DATA)
             seal(unfinished, *rest)
 
-        patch.setattr("fullshard.checkpoint.saving.saving.seal", damaging)
+        patch.setattr("fullshard.checkpoint.stores.targets.seal", damaging)
         checkpointer.save(model, optimizer, step=2)
     assert checkpointer.path(1).exists()
     checkpoint.verify(checkpointer.path(1))

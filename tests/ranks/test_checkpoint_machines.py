@@ -227,7 +227,7 @@ def fails(roots: Sequence[Path], where: str) -> str:
         if dist.get_rank() == 2 and where == "renaming":
             patch.setattr("fullshard.checkpoint.format.committing.publish", raises_full)
         if dist.get_rank() == 2 and where == "describing":
-            patch.setattr("fullshard.checkpoint.saving.saving.seal", raises_full)
+            patch.setattr("fullshard.checkpoint.stores.targets.seal", raises_full)
         if dist.get_rank() == 2 and where == "serving":
             patch.setattr(machines, "Server", raises_full)
         if dist.get_rank() == 2 and where == "sending":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,20 +13,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.format import (
+    AnyPlace,
     CheckpointInfo,
     Looked,
     Numbered,
+    Place,
     contained,
     in_folder,
     look,
     numbered,
-    remove,
-    remove_unfinished,
-    supersede,
+    place_of,
 )
 from fullshard.checkpoint.loading import load_from
-from fullshard.checkpoint.saving import CopyMemory, How, PendingSave, Where, await_save, begin
-from fullshard.checkpoint.stores import Machines, lent
+from fullshard.checkpoint.saving import CopyMemory, How, PendingSave, await_save, begin
+from fullshard.checkpoint.stores import (
+    Machines,
+    exists_at,
+    lent,
+    remove_at,
+    remove_unfinished_in,
+    target_at,
+)
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError
 
@@ -40,8 +46,9 @@ class Checkpointer:
     All ranks must make the same calls. No other job may save to the folder.
 
     Args:
-        root: the folder of the checkpoints; those of step 100 are in ``step-000100``. Other folders
-            there are left alone. All ranks share it, unless ``copies`` is given.
+        root: the folder of the checkpoints, or a URL of an object store; those of step 100 are in
+            ``step-000100``. Other folders there are left alone. All ranks share it, unless
+            ``copies`` is given.
         every: save when this divides the step.
         keep: keep this many checkpoints. Only those count that were read back and found intact,
             which happens once before any other is removed. None: remove none.
@@ -60,7 +67,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: AnyPlace,
         *,
         every: int = 1,
         keep: int | None = None,
@@ -74,18 +81,23 @@ class Checkpointer:
             is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
             if not is_default and not is_count:
                 raise ConfigError(f"Checkpointer({name}={value!r}): expected a positive int")
-        self.root = Path(root)
+        self.root = place_of(root)
+        if copies is not None and not isinstance(self.root, Path):
+            raise ConfigError(
+                f"Checkpointer({str(self.root)!r}, copies={copies}): copies are for folders in the "
+                "memory of machines; leave copies out, as an object store keeps its own"
+            )
         self._how = How(mode, budget_nbytes, CopyMemory(budget_nbytes, is_kept=True), frozen)
         self._how.check()
         self._every = every
         self._keep = keep
         self._copies = copies
-        self._is_intact: dict[Path, bool] = {}
+        self._is_intact: dict[Place, bool] = {}
         self._is_clean = False
-        self._saved: set[Path] = set()  # since the last load
+        self._saved: set[Place] = set()  # since the last load
 
-    def path(self, step: int) -> Path:
-        """Return the folder of the checkpoint of ``step``."""
+    def path(self, step: int) -> Place:
+        """Return the folder or URL of the checkpoint of ``step``."""
         return self.root / f"step-{step:06d}"
 
     def is_due(self, step: int) -> bool:
@@ -110,7 +122,7 @@ class Checkpointer:
         folders = _Folders(council, machines, self.root)
         if not self._is_clean:
             folders.remove_unfinished()
-            self._is_clean = True
+        self._is_clean = False  # a save that fails may leave files in an object store
         is_shared = self._copies is None
         is_there = (path in self._saved or not is_shared) and folders.has(path)
         is_intact = is_there and self._verify(folders, path)
@@ -118,10 +130,12 @@ class Checkpointer:
             folders.remove(path)  # memory may have no room for both
         is_own = is_intact and path in self._saved
         self._is_intact.pop(path, None)
-        appear = partial(supersede, path=path, step=step, removes=not is_shared)
-        where = Where(path, machines, self._copies or 1, None if is_own else appear)
+        replaces = None if is_own else step
+        target = target_at(path, council, machines, copies=self._copies, replaces=replaces)
         after = partial(self._remove_old, folders, path)
-        return begin(council, where, model, optimizer, extra, step=step, how=self._how, after=after)
+        return begin(
+            council, target, model, optimizer, extra, step=step, how=self._how, after=after
+        )
 
     def wait(self) -> None:
         """Wait for the last save, which goes on beside the training if ``mode`` is "async".
@@ -157,12 +171,13 @@ class Checkpointer:
         return load_newest([self], model, optimizer, strict=strict)
 
     def _machines(self, council: Council) -> Machines:
-        if self._copies is None:
+        if self._copies is None or not isinstance(self.root, Path):
             return Machines.sharing(council)
         return Machines.seen(council, self.root)
 
-    def _remove_old(self, folders: _Folders, newest: Path) -> None:
+    def _remove_old(self, folders: _Folders, newest: Place) -> None:
         self._saved.add(newest)
+        self._is_clean = True
         if self._keep is None:
             return
         num_intact = 0
@@ -174,7 +189,7 @@ class Checkpointer:
             elif self._verify(folders, path):
                 num_intact += 1
 
-    def _verify(self, folders: _Folders, path: Path) -> bool:
+    def _verify(self, folders: _Folders, path: Place) -> bool:
         """Return whether a checkpoint can be loaded; each rank reads some of its files."""
         if path not in self._is_intact:
             problem = folders.mend(path)
@@ -201,7 +216,7 @@ def load_newest(
         "load from " + ", ".join(str(one.root) for one in checkpointers), "list", "checkpoints"
     )
     _check_alike(council, checkpointers)
-    found: list[tuple[Numbered, Path, Machines, bool]] = []
+    found: list[tuple[Numbered, Place, Machines, bool]] = []
     for one in checkpointers:
         one._saved.clear()  # what is saved again from now on is no mistake
         machines = one._machines(council)
@@ -212,7 +227,7 @@ def load_newest(
         council = Council(f"load {path}", "load", "a checkpoint")
         load = partial(load_from, council, path=path, model=model, strict=strict)
         try:
-            if is_shared:
+            if is_shared or not isinstance(path, Path):
                 return load(in_folder(path), optimizer=optimizer)
             load_there = partial(load, optimizer=optimizer)
             return _load_lent(council, machines, path, its.digest, load_there)
@@ -263,9 +278,9 @@ def _load_lent(
 
 
 class _Folders:
-    """The folder ``root`` of each machine, and what is done to it, by decisions of all ranks."""
+    """The place ``root``, or that of each machine, and what all ranks decide to do there."""
 
-    def __init__(self, council: Council, machines: Machines, root: Path) -> None:
+    def __init__(self, council: Council, machines: Machines, root: Place) -> None:
         self._council = council
         self._machines = machines
         self._root = root
@@ -278,15 +293,15 @@ class _Folders:
 
     def remove_unfinished(self) -> None:
         """Remove what jobs that were killed left."""
-        self._by_each(lambda: remove_unfinished(self._root))
+        self._by_each(lambda: remove_unfinished_in(self._root))
 
-    def has(self, path: Path) -> bool:
+    def has(self, path: Place) -> bool:
         """Return whether any machine has something at ``path``."""
-        return any(self._by_each(path.exists))
+        return any(self._by_each(lambda: exists_at(path)))
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Place) -> None:
         """Remove a checkpoint."""
-        self._by_each(lambda: remove(path) if os.path.lexists(path) else None)
+        self._by_each(lambda: remove_at(path))
 
     def numbered(self) -> list[Numbered]:
         """Return the checkpoints that machines have, complete or not, the newest last."""
@@ -301,7 +316,7 @@ class _Folders:
                 found.setdefault(tuple(its), set()).update(ranks)
         return [its[0] for its, ranks in sorted(found.items()) if len(ranks) == its[3]]
 
-    def mend(self, path: Path) -> str:
+    def mend(self, path: Place) -> str:
         """Return why a checkpoint cannot be loaded, or ""; each rank reads some of its files.
 
         If it can be, damaged files are removed: machines would read their own ones before others'.
@@ -324,8 +339,9 @@ class _Folders:
         def remove_damaged() -> None:
             for name in damaged[self._council.rank]:
                 log.warning("%s is damaged; it is read from another machine", path / name)
-                with suppress(OSError):
-                    (path / name).unlink()
+                if isinstance(path, Path):
+                    with suppress(OSError):
+                        (path / name).unlink()
 
         if any(damaged):
             self._council.agree(remove_damaged)

@@ -390,7 +390,7 @@ class Trainer:
             raise ConfigError(f"{run.checkpoints}: no intact checkpoint; leave --resume out")
         if loaded is not None:
             origin = origin_of(loaded)
-            check_continues(self.config, self.origin, loaded.path, origin)
+            check_continues(self.config, self.origin, Path(str(loaded.path)), origin)
             self.held_out = HeldOut(**(origin.held_out or {}))
         set_options(self.optimizer, self.config)
         step = 0 if loaded is None else loaded.step

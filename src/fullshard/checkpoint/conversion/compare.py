@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.format import Manifest, bytes_of, dtype_of, in_folder, read_manifest
+from fullshard.checkpoint.format import (
+    AnyPlace,
+    Manifest,
+    Place,
+    bytes_of,
+    dtype_of,
+    in_folder,
+    place_of,
+    read_manifest,
+)
 from fullshard.checkpoint.loading import Reader, WantedPart
 from fullshard.layout.region import whole
 
 
-def differences(
-    path: str | os.PathLike[str], other: str | os.PathLike[str]
-) -> Iterator[tuple[str, str]]:
+def differences(path: AnyPlace, other: AnyPlace) -> Iterator[tuple[str, str]]:
     """Yield the names of tensors that differ between two checkpoints, and how.
 
     Two whole tensors are in memory at a time.
@@ -24,7 +29,7 @@ def differences(
     Raises:
         CheckpointError: one of the checkpoints is damaged.
     """
-    paths = (Path(path), Path(other))
+    paths = (place_of(path), place_of(other))
     one, two = map(read_manifest, paths)
     for name in dict.fromkeys((*one.names(), *two.names())):
         if name not in one or name not in two:
@@ -42,7 +47,7 @@ def differences(
             yield name, f"{int(differ.sum())} elements differ, by {apart:.3g} at most"
 
 
-def whole_tensor(path: Path, manifest: Manifest, name: str) -> Tensor:
+def whole_tensor(path: Place, manifest: Manifest, name: str) -> Tensor:
     """Return all of a tensor, flat."""
     entry = manifest.entry(name)
     memory = torch.empty(entry.numel, dtype=dtype_of(entry.dtype))

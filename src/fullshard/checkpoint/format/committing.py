@@ -22,6 +22,7 @@ from fullshard.checkpoint.format.examine import (
     numbered_names,
 )
 from fullshard.checkpoint.format.manifest import MANIFEST
+from fullshard.checkpoint.format.places import Place
 from fullshard.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def flush_folder(path: Path) -> None:
         os.close(number)
 
 
-def refuse_name(path: Path) -> None:
+def refuse_name(path: Place) -> None:
     """Raise ``ConfigError`` if ``path`` has a name that checkpoints cannot have."""
     if path.name == LATEST or is_reserved(path.name):
         raise ConfigError(

@@ -5,8 +5,9 @@
                 "__metadata__": the digests, one after the other
     data        the tensors' bytes, without gaps
 
-Blocks belong to one tensor each, whose last one may be short. The manifest has the digest of the
-header, so it vouches for every byte of the file.
+This is version 1 of the format, of folders; ``streamfile`` has version 2, of object stores, and
+``DataFile`` reads both. Blocks belong to one tensor each, whose last one may be short. The
+manifest has the digest of the header, so it vouches for every byte of the file.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ BLOCK_NBYTES = 1 << 15
 CHUNK_NBYTES = 128 * BLOCK_NBYTES
 """Bytes that are read or written at once."""
 
+DIGESTS, PADDING = "digests", "padding-"
+"""Names of tensors in files of version 2 that belong to no model."""
+
 _SYNC_NBYTES = 256 << 20  # so that no flush takes long
 _DIGEST = 16  # characters
+_HEADER_DIGEST = 32
 _CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -110,6 +115,26 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 def array_of(tensor: Tensor) -> Any:
     """Return the array of NumPy that shares the memory of ``tensor``."""
     return tensor.numpy()
+
+
+class PartsWriter(Protocol):
+    """A new data file of a rank, in a ``with`` block."""
+
+    def __enter__(self) -> PartsWriter: ...
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file; one that is not finished is given up."""
+
+    def put(self, name: str, start: int, data: Tensor) -> None:
+        """Write a chunk of a part."""
+
+    def finish(self) -> tuple[int, str]:
+        """End the file; return its size and its digest in the manifest."""
+        ...
+
+    def digest(self, name: str) -> str:
+        """Return the digest of a part whose data were put."""
+        ...
 
 
 class FileWriter:
@@ -344,8 +369,9 @@ class DataFile:
         """Read all data; yield what is wrong with each tensor, ``expected`` or not."""
         for name in dict.fromkeys((*expected, *self._stored)):
             try:
-                self._check(name in expected, f"has {name}, which the manifest has not")
-                self.check(name, dtype_of(expected[name].dtype), expected[name].shape)
+                if name in expected or not name.startswith(PADDING):
+                    self._check(name in expected, f"has {name}, which the manifest has not")
+                    self.check(name, dtype_of(expected[name].dtype), expected[name].shape)
                 nbytes = self._stored[name].nbytes
                 for start in range(0, nbytes, CHUNK_NBYTES):
                     size = min(CHUNK_NBYTES, nbytes - start)
@@ -363,12 +389,20 @@ class DataFile:
         header = memoryview(bytearray(end))
         self._file.read(0, header)
         self._check(
-            digest_of(bytes(header)) == info.digest, "has a damaged header, or is another file"
+            digest_of(bytes(header)) == info.digest[:_HEADER_DIGEST],
+            "has a damaged header, or is another file",
         )
         stored = json.loads(bytes(header[8:]))
         metadata = stored.pop("__metadata__")
         self._check(metadata["block_nbytes"] == str(BLOCK_NBYTES), "has blocks of an unknown size")
-        self._digests = metadata["digests"]
+        if len(info.digest) > _HEADER_DIGEST:
+            start, stop = stored.pop(DIGESTS)["data_offsets"]
+            digests = memoryview(bytearray(stop - start))
+            self._file.read(end + start, digests)
+            self._check(digest_of(digests) == info.digest[_HEADER_DIGEST:], "has damaged digests")
+            self._digests = digests.hex()
+        else:
+            self._digests = metadata["digests"]
         first = 0
         for name, tensor in stored.items():
             start, stop = tensor["data_offsets"]

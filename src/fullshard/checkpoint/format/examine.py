@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which are complete, which is the newest, and what is wrong with one.
+"""Checkpoints in a folder or a store: which are complete, which is the newest, what is wrong.
 
 root/
   latest                  name of the checkpoint that was saved last, for other programs
@@ -8,6 +8,9 @@ root/
   .unfinished-step-000200-1f0e66a2/     left by a job that was killed
   step-000100.damaged-1f0e66a2/         incomplete, and in the way of a checkpoint of this step
   step-000100.replaced-1f0e66a2/        complete, of a branch of the training that was left
+
+In an object store a checkpoint is complete once it has a manifest, which is written last. There is
+no ``latest``, and ``stores.objects`` describes unfinished and replaced ones.
 """
 
 from __future__ import annotations
@@ -17,18 +20,30 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from torch.distributed.tensor import Placement
 
-from fullshard.checkpoint.format.datafile import DataFile, LocalFile
+from fullshard.checkpoint.format.datafile import Bytes, DataFile, LocalFile
 from fullshard.checkpoint.format.manifest import MANIFEST, FileInfo, Manifest, digest_in
+from fullshard.checkpoint.format.places import (
+    AnyPlace,
+    ObjectUrl,
+    Place,
+    is_out_of_reach,
+    place_of,
+)
+from fullshard.checkpoint.format.streamfile import ObjectFile
 from fullshard.errors import CheckpointError
 
 LATEST = "latest"
 UNFINISHED = ".unfinished-"
 DAMAGED = ".damaged-"
 REPLACED = ".replaced-"
+DATA_OBJECT = re.compile(r"rank-[0-9]{5,}-([0-9a-f]{12})\.safetensors")
+"""Names of data files in object stores; the group is the name of the save that wrote them."""
+ASIDE_OBJECT = re.compile(r"(replaced|damaged)-[0-9a-f]{8}\.json")
+"""Names of manifests in object stores that were put aside."""
 _NUMBERED = re.compile(r"step-([0-9]+)")
 _HEAD = re.compile(rb'\{"format":"[^"]*","version":[0-9]+,"step":(-?[0-9]+),"time":([-+0-9.e]+),')
 _TAIL = re.compile(rb',"digest":"([0-9a-f]{32})"\}\n\Z')
@@ -55,7 +70,7 @@ class CheckpointInfo(NamedTuple):
     """A complete checkpoint, as its manifest describes it.
 
     Attributes:
-        path: its folder.
+        path: its folder or URL.
         step: the step of the training.
         time: when it was written, in seconds since 1970.
         world: number of ranks that wrote it.
@@ -65,7 +80,7 @@ class CheckpointInfo(NamedTuple):
         tensors: by name, such as "model/head.weight" or "optimizer/head.weight/exp_avg".
     """
 
-    path: Path
+    path: Place
     step: int
     time: float
     world: int
@@ -75,43 +90,69 @@ class CheckpointInfo(NamedTuple):
     tensors: Mapping[str, TensorInfo]
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint in folder ``path``.
+def read_manifest(path: Place) -> Manifest:
+    """Read the manifest of the checkpoint at ``path``.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    file = path / MANIFEST
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        why = "there is no such folder" if not path.is_dir() else f"no manifest ({error})"
-        raise CheckpointError(f"{path}: {why}") from error
+    data = manifest_bytes(path)
     try:
         return Manifest.from_json(data)
     except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        raise CheckpointError(f"{path / MANIFEST}: {error}") from error
 
 
-def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """Return the checkpoints in folder ``root`` in the order of their steps.
+def manifest_bytes(path: Place) -> bytes:
+    """Return the manifest of the checkpoint at ``path``, which may be damaged.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if isinstance(path, ObjectUrl):
+        found = (path / MANIFEST).read_if_there()
+        if found is None:
+            raise CheckpointError(
+                f"{path}: no manifest: no checkpoint is at this URL, or its save did not finish"
+            )
+        return found
+    try:
+        return (path / MANIFEST).read_bytes()
+    except OSError as error:
+        why = "there is no such folder" if not path.is_dir() else f"no manifest ({error})"
+        raise CheckpointError(f"{path}: {why}") from error
+
+
+def list_checkpoints(root: AnyPlace) -> list[CheckpointInfo]:
+    """Return the checkpoints in ``root``, a folder or a URL, in the order of their steps.
 
     Those of one step are in the order of their times. Folders without a readable manifest, or with
     a data file that is missing or has another size than it was written with, are left out;
     ``verify`` says what is wrong with them.
+
+    Raises:
+        CheckpointError: the folder cannot be listed, or the object store cannot be reached.
     """
-    found = map(complete, _folders(Path(root)))
+    found = map(complete, _folders(place_of(root)))
     return sorted((one for one in found if one is not None), key=lambda one: (one.step, one.time))
 
 
-def latest(root: str | os.PathLike[str]) -> Path | None:
-    """Return the complete checkpoint in folder ``root`` of the highest step; None if there is none.
+@overload
+def latest(root: os.PathLike[str]) -> Path | None: ...
+
+
+@overload
+def latest(root: str | ObjectUrl) -> Place | None: ...
+
+
+def latest(root: AnyPlace) -> Place | None:
+    """Return the complete checkpoint in ``root`` of the highest step; None if there is none.
 
     Of checkpoints of one step it is the one with the latest time. The file ``latest`` is for other
     programs: it is written later, and a job may be killed before.
     """
     found = []
-    for path in _folders(Path(root)):
+    for path in _folders(place_of(root)):
         heading = _heading(path)
         if heading is not None:
             found.append((heading.step, heading.time, path))
@@ -119,27 +160,46 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return next((path for *_, path in reversed(found) if complete(path) is not None), None)
 
 
-def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
-    """Return the description of the checkpoint in folder ``path``; reads no tensors.
+def inspect(path: AnyPlace) -> CheckpointInfo:
+    """Return the description of the checkpoint at ``path``; reads no tensors.
 
     Raises:
         CheckpointError: the manifest is damaged, or data files are missing or have other sizes.
     """
-    path = Path(path)
+    path = place_of(path)
     manifest = read_manifest(path)
+    sizes = _Sizes(path)
     for file in manifest.files:
-        try:
-            size = (path / file.name).stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path / file.name}: is missing ({error})") from error
+        size = sizes.of(file.name)
         if size != file.nbytes:
             what = f"has {size} bytes, {file.nbytes} were written"
             raise CheckpointError(f"{path / file.name}: {what}")
     return described(path, manifest)
 
 
-def described(path: Path, manifest: Manifest) -> CheckpointInfo:
-    """Return the description of the checkpoint in folder ``path`` that has this manifest."""
+class _Sizes:
+    """The sizes of the data files of the checkpoint at ``path``."""
+
+    def __init__(self, path: Place) -> None:
+        self._path = path
+        self._listed = path.below() if isinstance(path, ObjectUrl) else {}
+
+    def of(self, name: str) -> int:
+        """Return the size of a file, or raise ``CheckpointError`` if it is missing."""
+        path = self._path
+        if isinstance(path, ObjectUrl):
+            size = self._listed.get(name)
+            if size is None:
+                raise CheckpointError(f"{path / name}: is missing")
+            return size
+        try:
+            return (path / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path / name}: is missing ({error})") from error
+
+
+def described(path: Place, manifest: Manifest) -> CheckpointInfo:
+    """Return the description of the checkpoint at ``path`` that has this manifest."""
     entries = {name: manifest.entry(name) for name in manifest.names()}
     return CheckpointInfo(
         path=path,
@@ -156,13 +216,13 @@ def described(path: Path, manifest: Manifest) -> CheckpointInfo:
     )
 
 
-def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
-    """Read all of the checkpoint in folder ``path`` and compare it with what was written.
+def verify(path: AnyPlace) -> CheckpointInfo:
+    """Read all of the checkpoint at ``path`` and compare it with what was written.
 
     Raises:
         CheckpointError: with all that is missing, damaged or does not belong there.
     """
-    path = Path(path)
+    path = place_of(path)
     problems = list(faults(path))
     if problems:
         more = f"\n... and {len(problems) - 16} more" if len(problems) > 16 else ""
@@ -170,25 +230,30 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
     return inspect(path)
 
 
-def faults(path: str | os.PathLike[str]) -> Iterator[str]:
+def faults(path: AnyPlace) -> Iterator[str]:
     """Yield what is wrong with a checkpoint, and files that do not belong there.
 
     Args:
-        path: its folder.
+        path: its folder or URL.
     """
-    path = Path(path)
+    path = place_of(path)
     yield from damage(path)
     try:
         known = {MANIFEST, *(file.name for file in read_manifest(path).files)}
     except CheckpointError:
         return
-    for one in sorted(path.iterdir()):
-        if one.name not in known:
-            yield f"{one}: no file of this checkpoint"
+    if isinstance(path, ObjectUrl):  # those of other saves of this step do no harm
+        pattern = re.compile(f"{DATA_OBJECT.pattern}|{ASIDE_OBJECT.pattern}")
+        names = {name for name in path.below() if not pattern.fullmatch(name)}
+    else:
+        names = {one.name for one in path.iterdir()}
+    for name in sorted(names):
+        if name not in known:
+            yield f"{path / name}: no file of this checkpoint"
 
 
-def damage(path: Path) -> Iterator[str]:
-    """Yield why the checkpoint in folder ``path`` cannot be loaded; reads all of it."""
+def damage(path: Place) -> Iterator[str]:
+    """Yield why the checkpoint at ``path`` cannot be loaded; reads all of it."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -216,17 +281,17 @@ class Looked(NamedTuple):
     problem: str
 
 
-def look(path: Path, *, first: int, every: int) -> Looked:
+def look(path: Place, *, first: int, every: int) -> Looked:
     """Read data files of a checkpoint, and compare them with what was written.
 
     Args:
-        path: its folder.
+        path: its folder or URL.
         first: the number of the first data file to read.
         every: read this one, and each so many after it.
     """
     try:
         manifest = read_manifest(path)
-        digest = digest_in((path / MANIFEST).read_bytes())
+        digest = digest_in(manifest_bytes(path))
     except (CheckpointError, OSError) as error:
         return Looked("", 0, [], [], str(error))
     intact, damaged, problem = [], [], ""
@@ -235,15 +300,15 @@ def look(path: Path, *, first: int, every: int) -> Looked:
         problem = problem or wrong
         if not wrong:
             intact.append(info.rank)
-        elif os.path.exists(path / info.name):
+        elif isinstance(path, Path) and os.path.exists(path / info.name):
             damaged.append(info.name)
     return Looked(digest, len(manifest.files), intact, damaged, problem)
 
 
-def _wrong(path: Path, info: FileInfo, manifest: Manifest) -> Iterator[str]:
+def _wrong(path: Place, info: FileInfo, manifest: Manifest) -> Iterator[str]:
     """Yield what is wrong with a data file."""
     try:
-        file = DataFile(LocalFile(path / info.name), info)
+        file = DataFile(in_folder(path)(info), info)
     except CheckpointError as error:
         yield str(error)
         return
@@ -251,17 +316,20 @@ def _wrong(path: Path, info: FileInfo, manifest: Manifest) -> Iterator[str]:
         yield from file.verify(manifest.parts_in(info))
 
 
-def in_folder(path: Path) -> Callable[[FileInfo], LocalFile]:
-    """Return what opens the data files in folder ``path``."""
+def in_folder(path: Place) -> Callable[[FileInfo], Bytes]:
+    """Return what opens the data files of the checkpoint at ``path``."""
+    if isinstance(path, ObjectUrl):
+        return lambda info: ObjectFile(path / info.name)
     return lambda info: LocalFile(path / info.name)
 
 
-def present(path: Path, manifest: Manifest) -> list[int]:
-    """Return the ranks whose data files are in folder ``path``, in the size that was written."""
+def present(path: Place, manifest: Manifest) -> list[int]:
+    """Return the ranks whose data files are at ``path``, in the size that was written."""
     found = []
+    sizes = _Sizes(path)
     for info in manifest.files:
-        with suppress(OSError):
-            if (path / info.name).stat().st_size == info.nbytes:
+        with suppress(CheckpointError):
+            if sizes.of(info.name) == info.nbytes:
                 found.append(info.rank)
     return found
 
@@ -282,22 +350,29 @@ class Numbered(NamedTuple):
     digest: str
 
 
-def numbered_names(root: Path) -> dict[str, int]:
+def numbered_names(root: Place) -> dict[str, int]:
     """Return the names of the folders ``step-...`` in ``root``, and the numbers in them."""
     found: dict[str, int] = {}
     for one in _folders(root):
         match = _NUMBERED.fullmatch(one.name)
-        if match and os.path.isdir(one) and not os.path.islink(one):  # which never raise
+        if match and (
+            isinstance(one, ObjectUrl)
+            or (os.path.isdir(one) and not os.path.islink(one))  # which never raise
+        ):
             found[one.name] = int(match[1])
     return found
 
 
-def numbered(root: Path) -> list[Numbered]:
-    """Return the folders ``step-...`` in ``root``, complete or not, the newest last."""
-    return sorted(_numbered(root / name, step) for name, step in numbered_names(root).items())
+def numbered(root: Place) -> list[Numbered]:
+    """Return the checkpoints ``step-...`` in ``root``, the newest last.
+
+    In a folder they may be incomplete; in an object store all have a manifest.
+    """
+    found = (_numbered(root / name, step) for name, step in numbered_names(root).items())
+    return sorted(one for one in found if one is not None)
 
 
-def contained(root: Path) -> list[tuple[int, float, str, int, list[int]]]:
+def contained(root: Place) -> list[tuple[int, float, str, int, list[int]]]:
     """Return what is in ``root`` of which checkpoints.
 
     Returns:
@@ -305,10 +380,12 @@ def contained(root: Path) -> list[tuple[int, float, str, int, list[int]]]:
     """
     found = []
     for one in numbered(root):
-        with suppress(CheckpointError, OSError):
+        try:
             manifest = read_manifest(root / one.name)
             files = len(manifest.files), present(root / one.name, manifest)
             found.append((manifest.step, one.time, one.digest, *files))
+        except (CheckpointError, OSError) as error:
+            _raise_if_out_of_reach(root, error)
     return found
 
 
@@ -318,43 +395,68 @@ class _Heading(NamedTuple):
     digest: str
 
 
-def _heading(path: Path) -> _Heading | None:
-    """Return the ends of the manifest in folder ``path``; None if it cannot have been written so.
+def _heading(path: Place) -> _Heading | None:
+    """Return the ends of the manifest at ``path``; None if it cannot have been written so.
 
-    The time does not grow with the size of the manifest. The rest of it may be damaged.
+    In a folder the time does not grow with the size of the manifest. The rest of it may be damaged.
     """
     try:
+        if isinstance(path, ObjectUrl):
+            data = (path / MANIFEST).read_if_there() or b""
+            return _heading_in(data[:_HEAD_NBYTES], data[-_TAIL_NBYTES:])
         with (path / MANIFEST).open("rb") as file:
-            head = _HEAD.match(file.read(_HEAD_NBYTES))
+            head = file.read(_HEAD_NBYTES)
             file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_NBYTES, 0))
-            tail = _TAIL.search(file.read())
-        if head is None or tail is None:
-            return None
-        return _Heading(int(head[1]), float(head[2]), tail[1].decode())
-    except (OSError, ValueError):
+            return _heading_in(head, file.read())
+    except OSError:
         return None
 
 
-def _numbered(path: Path, step: int) -> Numbered:
+def _heading_in(first: bytes, last: bytes) -> _Heading | None:
+    head, tail = _HEAD.match(first), _TAIL.search(last)
+    if head is None or tail is None:
+        return None
+    try:
+        return _Heading(int(head[1]), float(head[2]), tail[1].decode())
+    except ValueError:
+        return None
+
+
+def _numbered(path: Place, step: int) -> Numbered | None:
     heading = _heading(path)
     if heading is not None:
         return Numbered(step, heading.time, path.name, heading.digest)
+    if isinstance(path, ObjectUrl):
+        is_there = MANIFEST in path.below()  # else its save did not finish
+        return Numbered(step, 0.0, path.name, "") if is_there else None
     try:
         return Numbered(step, path.stat().st_mtime, path.name, "")
     except OSError:  # it is gone, say
         return Numbered(step, 0.0, path.name, "")
 
 
-def complete(path: Path) -> CheckpointInfo | None:
-    """Return the description of the checkpoint in folder ``path``; None if it is not complete."""
+def complete(path: Place) -> CheckpointInfo | None:
+    """Return the description of the checkpoint at ``path``; None if it is not complete."""
     try:
         return inspect(path)
-    except (CheckpointError, OSError):
+    except (CheckpointError, OSError) as error:
+        _raise_if_out_of_reach(path, error)
         return None
 
 
-def _folders(root: Path) -> Iterator[Path]:
+def _raise_if_out_of_reach(path: Place, error: Exception) -> None:
+    """Raise ``error`` again if it says that an object store gave no answer."""
+    is_answer = not isinstance(error, CheckpointError) or not is_out_of_reach(error)
+    if isinstance(path, ObjectUrl) and not is_answer:
+        raise error
+
+
+def _folders(root: Place) -> Iterator[Place]:
     """Yield what is in ``root`` and was neither left by a job nor put aside."""
+    if isinstance(root, ObjectUrl):
+        names = sorted(name for name, size in root.below().items() if size is None)
+        yield from (root / name for name in names if not is_reserved(name))
+        return
     try:
         found = sorted(root.iterdir())
     except (FileNotFoundError, NotADirectoryError):

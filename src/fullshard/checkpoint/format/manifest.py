@@ -30,8 +30,11 @@ from fullshard.checkpoint.format.values import decode, encode
 from fullshard.errors import CheckpointError
 from fullshard.layout.region import Region
 
-FORMAT, VERSION = "fullshard checkpoint", 1
+FORMAT = "fullshard checkpoint"
+IN_FOLDERS, IN_OBJECTS = 1, 2
+"""Versions of the format: data files have their digests in the header, or at the end."""
 MANIFEST = "manifest.json"
+_DIGEST = 32  # characters
 
 
 class FileInfo(NamedTuple):
@@ -41,7 +44,8 @@ class FileInfo(NamedTuple):
         name: in the checkpoint's folder.
         rank: the rank that wrote it.
         nbytes: its size.
-        digest: the digest of its header, which has the digests of all data.
+        digest: the digest of its header, which has the digests of all data; in version 2 the digest
+            of its header and that of its tensor "digests".
         contents: the number of the rank's contents.
     """
 
@@ -136,6 +140,7 @@ class Manifest:
         contents: the contents of all ranks, each once.
         files: one for each rank, in their order.
         extra: what the caller added.
+        version: of the format.
     """
 
     step: int
@@ -144,6 +149,7 @@ class Manifest:
     contents: Sequence[Contents]
     files: Sequence[FileInfo]
     extra: Any
+    version: int = IN_FOLDERS
 
     @cached_property
     def _held(self) -> dict[str, list[tuple[TensorEntry, set[int]]]]:
@@ -229,7 +235,7 @@ class Manifest:
         """Return the manifest as a file, which ends with the digest of all that is before."""
         stored = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": self.version,
             "step": self.step,
             "time": self.time,
             "versions": self.versions,
@@ -253,10 +259,10 @@ class Manifest:
             kind, version = stored["format"], stored["version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"no manifest of a checkpoint of fullshard ({error})") from None
-        if (kind, version) != (FORMAT, VERSION):
+        if kind != FORMAT or version not in (IN_FOLDERS, IN_OBJECTS):
             raise CheckpointError(
                 f"it is a {kind!r} of version {version!r}; this version of fullshard reads a "
-                f"{FORMAT!r} of version {VERSION}"
+                f"{FORMAT!r} of version {IN_FOLDERS} or {IN_OBJECTS}"
             )
         text, mark, end = decoded.rpartition(',"digest":"')
         if not mark or end != f'{digest_of((text + "}").encode())}"}}\n':
@@ -270,6 +276,7 @@ class Manifest:
                 contents=[contents_from_json(one, len(files)) for one in stored["contents"]],
                 files=[_file(rank, file, stored) for rank, file in enumerate(files)],
                 extra=decode(stored["extra"]),
+                version=version,
             )
             if not math.isfinite(manifest.time) or not isinstance(manifest.versions, dict):
                 raise CheckpointError("its time or its versions do not follow its format")
@@ -291,6 +298,8 @@ def _file(rank: int, stored: Any, manifest: Any) -> FileInfo:
     file = FileInfo(**stored)
     is_plain = PurePath(file.name).name == file.name and file.name not in ("", "..")
     is_plain = is_plain and file.name.isprintable()  # no NUL, no half of a surrogate pair
+    is_in_objects = len(file.digest) == 2 * _DIGEST
+    is_plain = is_plain and is_in_objects == (manifest["version"] == IN_OBJECTS)
     if not is_plain or file.rank != rank or not 0 <= file.contents < len(manifest["contents"]):
         raise CheckpointError(f"file {file.name!r} of rank {file.rank}")
     return file

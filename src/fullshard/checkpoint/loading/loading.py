@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +12,18 @@ from torch.optim import Optimizer
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard.checkpoint.format import (
+    AnyPlace,
     Bytes,
     CheckpointInfo,
     FileInfo,
     Manifest,
+    Place,
     datafile,
     decode,
     described,
     digest_of,
     in_folder,
+    place_of,
     read_manifest,
 )
 from fullshard.checkpoint.loading.read import Reader, WantedPart
@@ -36,26 +37,26 @@ from fullshard.checkpoint.state import (
     some,
 )
 from fullshard.comm.council import Council
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.optim.flat import is_cut, one_for_many
 from fullshard.tensors import is_on_one_rank
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: AnyPlace,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
     strict: bool = True,
 ) -> Any:
-    """Load the checkpoint in folder ``path`` and return the ``extra`` that was saved.
+    """Load the checkpoint at ``path`` and return the ``extra`` that was saved.
 
     Layout, mesh and number of ranks may be others than those that saved; all ranks must call this.
     Each rank reads what it keeps, or its share of what ranks exchange; everything is verified, and
     in the memory of the host, before the model or the optimizer is changed.
 
     Args:
-        path: a folder that ``save`` wrote.
+        path: a folder or URL that ``save`` wrote to.
         model: a model, sharded or not; it may not be on the meta device.
         optimizer: the optimizer that steps its parameters; None: its state is not read.
         strict: refuse tensors that only the model or only the checkpoint has, and other dtypes.
@@ -71,7 +72,7 @@ def load(
     All ranks raise the same, and nothing was changed.
     """
     await_save()
-    path = Path(path)
+    path = place_of(path)
     council = Council(f"load {path}", "load", "a checkpoint")
     return load_from(council, in_folder(path), path, model, optimizer, strict=strict).extra
 
@@ -79,7 +80,7 @@ def load(
 def load_from(
     council: Council,
     opened: Callable[[FileInfo], Bytes],
-    path: Path,
+    path: Place,
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
@@ -91,9 +92,9 @@ def load_from(
     Args:
         council: of all ranks.
         opened: opens the data files.
-        path: the checkpoint's folder.
+        path: the checkpoint's folder or URL.
         model, optimizer, strict: as for ``load``.
-        manifest: of the checkpoint, the same on all ranks; None: each reads that in the folder.
+        manifest: of the checkpoint, the same on all ranks; None: each reads that at ``path``.
     """
     found: list[Any] = []
 
@@ -106,6 +107,7 @@ def load_from(
         return {
             "model": digest_of("\n".join(target.names).encode()),
             "options": {"optimizer": state, "strict": str(strict)},
+            "files": digest_of("\n".join(f"{one.name} {one.digest}" for one in own.files).encode()),
             "exchange": reader.to_exchange(),
         }
 
@@ -130,10 +132,17 @@ def _exchanged(said: list[dict[str, Any]]) -> list[str]:
     """Return the names of all tensors that ranks exchange.
 
     Raises:
+        CheckpointError: two ranks read different manifests.
         ConfigError: two ranks of one model, not of two stages of a pipeline, differ in options.
     """
     first_of: dict[str, int] = {}
     for rank, one in enumerate(said):
+        if one["files"] != said[0]["files"]:
+            raise CheckpointError(
+                f"rank {rank} and rank 0 found different checkpoints there: the checkpoint was "
+                "replaced meanwhile, or the ranks see different folders; load again, and let all "
+                "ranks see the same place"
+            )
         first = first_of.setdefault(one["model"], rank)
         given, expected = one["options"], said[first]["options"]
         for key in (key for key in given if given[key] != expected[key]):

@@ -7,7 +7,6 @@ from fullshard.checkpoint.saving.pending import PendingSave, await_save
 from fullshard.checkpoint.saving.replicas import digests_of, refuse_apart, shared_digests
 from fullshard.checkpoint.saving.saving import (
     How,
-    Where,
     begin,
     merged,
     save,
@@ -22,7 +21,6 @@ __all__ = [
     "EXTRA_STATE",
     "How",
     "PendingSave",
-    "Where",
     "await_save",
     "begin",
     "collected",

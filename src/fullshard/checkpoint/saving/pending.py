@@ -6,11 +6,11 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
 
+from fullshard.checkpoint.format import Place
 from fullshard.checkpoint.saving.write import Writing
 from fullshard.engine import Unit
 from fullshard.errors import UnsupportedError
@@ -39,10 +39,10 @@ class PendingSave:
     model and of the optimizer, and the end of ``unshard_params``.
 
     Attributes:
-        path: the folder of the checkpoint.
+        path: the folder or URL of the checkpoint.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
         self._writing: Writing | None = None
         self._rest: Callable[[], None] | None = None

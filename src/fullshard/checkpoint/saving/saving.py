@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +15,7 @@ from torch.optim import Optimizer
 
 from fullshard._version import __version__
 from fullshard.checkpoint.format import (
-    UNFINISHED,
+    AnyPlace,
     Contents,
     FileInfo,
     Manifest,
@@ -27,17 +24,14 @@ from fullshard.checkpoint.format import (
     decode,
     digest_of,
     encode,
-    make_folder,
-    publish,
-    refuse_name,
-    seal,
+    place_of,
 )
 from fullshard.checkpoint.saving.collect import Collected, collected
 from fullshard.checkpoint.saving.pending import PendingSave, await_save
 from fullshard.checkpoint.saving.replicas import are_apart, by_mesh, refuse_apart, shared_digests
 from fullshard.checkpoint.saving.write import CopyMemory, Pace, Writing
 from fullshard.checkpoint.state import Tree, some
-from fullshard.checkpoint.stores import Machines, copy_files
+from fullshard.checkpoint.stores import Machines, SaveTarget, target_at
 from fullshard.comm.council import Council
 from fullshard.errors import (
     ArgumentTypeError,
@@ -52,7 +46,7 @@ _SHARE = 0.06  # of a processor, for what is written beside the training
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: AnyPlace,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     extra: Any = None,
@@ -61,14 +55,16 @@ def save(
     mode: str = "sync",
     budget_nbytes: int | None = None,
 ) -> PendingSave:
-    """Write a checkpoint to the new folder ``path``; all ranks must call this.
+    """Write a checkpoint to the new folder or URL ``path``; all ranks must call this.
 
     Each rank writes one file with its part of the model and of the optimizer's state, to a folder
     that all ranks share. The folder appears under its name when everything is on the disk; then the
-    file ``latest`` beside it names it. Ranks talk through the store of the default process group.
+    file ``latest`` beside it names it. In an object store, the checkpoint appears with its
+    manifest, which is written last. Ranks talk through the store of the default process group.
 
     Args:
-        path: a folder that does not exist; its parent is made if need be.
+        path: a folder that does not exist, whose parent is made if need be; or a URL of an object
+            store where no checkpoint is, such as "s3://bucket/run/step-000100".
         model: a model, sharded or not.
         optimizer: the optimizer that steps its parameters.
         extra: what else a run needs to go on: numbers, strings, None, bytes, small plain tensors
@@ -100,28 +96,10 @@ def save(
     All ranks raise the same.
     """
     await_save()
-    path = Path(path)
+    path = place_of(path)
     how = How(mode, budget_nbytes, CopyMemory(budget_nbytes))
     council = Council(f"save to {path}", "save", "a checkpoint")
-    where = Where(path, Machines.sharing(council))
-    return begin(council, where, model, optimizer, extra, step=step, how=how)
-
-
-class Where(NamedTuple):
-    """The place of a new checkpoint.
-
-    Attributes:
-        path: its folder, on each of the ``machines``.
-        machines: of the ranks.
-        copies: how many machines have each file.
-        appear: gives a complete folder the name ``path`` on this machine, whatever has that name.
-            None: nothing may have it.
-    """
-
-    path: Path
-    machines: Machines
-    copies: int = 1
-    appear: Callable[[Path], None] | None = None
+    return begin(council, target_at(path, council), model, optimizer, extra, step=step, how=how)
 
 
 class How(NamedTuple):
@@ -151,7 +129,7 @@ class How(NamedTuple):
 
 def begin(
     council: Council,
-    where: Where,
+    target: SaveTarget,
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Any,
@@ -161,11 +139,12 @@ def begin(
     after: Callable[[], None] | None = None,
 ) -> PendingSave:
     """Do the work of ``save``, and ``after`` it what else belongs to it, by ``council`` alone."""
-    saving, pending = _Saving(where, council, step), PendingSave(where.path)
+    saving, pending = _Saving(target, council, step), PendingSave(target.path)
     is_sync = how.mode == "sync"
 
     def collect() -> dict[str, Any]:
         how.check()
+        target.check()
         found = collected(council.rank, council.world, model, optimizer, frozen=how.frozen)
         said = saving.take(found, optimizer, extra, how)
         if not is_sync:
@@ -173,7 +152,7 @@ def begin(
         return said
 
     try:
-        unfinished = where.path.with_name(council.agree(collect, saving.begin))
+        name = council.agree(collect, saving.begin)
     except TornStepError:
         pending.let_go()
         _tell_apart(council, model, optimizer)
@@ -183,7 +162,7 @@ def begin(
         raise
 
     def rest() -> None:
-        saving.write_all(unfinished, None if is_sync else Pace(_SHARE, council.limit_s / 4))
+        saving.write_all(name, None if is_sync else Pace(_SHARE, council.limit_s / 4))
         if after is not None:
             after()
 
@@ -206,17 +185,18 @@ def save_collected(path: Path, collect: Callable[[], Collected], extra: Any, *, 
         CheckpointError, ConfigError, LostRankError: as ``save`` does.
     """
     council = Council(f"save to {path}", "save", "a checkpoint")
-    saving = _Saving(Where(path, Machines.seen(council, path.parent)), council, step)
+    target = target_at(path, council, Machines.seen(council, path.parent))
+    saving = _Saving(target, council, step)
     how = How("sync", None, CopyMemory(0))
-    said = council.agree(lambda: saving.take(collect(), None, extra, how), saving.begin)
-    saving.write_all(path.with_name(said), None)
+    name = council.agree(lambda: saving.take(collect(), None, extra, how), saving.begin)
+    saving.write_all(name, None)
 
 
 class _Saving:
     """The parts of ``save``: what each rank does, and what the first one decides then."""
 
-    def __init__(self, where: Where, council: Council, step: int) -> None:
-        self._where = where
+    def __init__(self, target: SaveTarget, council: Council, step: int) -> None:
+        self._target = target
         self._council = council
         self._extra: Any = None
         self._step = step
@@ -234,7 +214,7 @@ class _Saving:
         self._extra = decode(json.loads(text))  # as it is now, whatever the caller does with it
         self.writing = self._writing(optimizer, how)
         return {
-            "folder": self._where.path.name,
+            "folder": self._target.path.name,
             "step": self._step,
             "mode": how.mode,
             "extra": digest_of(text.encode()),
@@ -242,7 +222,7 @@ class _Saving:
         }
 
     def begin(self, said: list[dict[str, Any]]) -> str:
-        """Make the folder to write to."""
+        """Make the place to write to; return the name of the save."""
         _check_singles(self._council, [one.pop(_SINGLES) for one in said])
         for rank, one in enumerate(said):
             apart = [key for key in one if one[key] != said[0][key]]
@@ -251,13 +231,7 @@ class _Saving:
                     f"{apart[0]} of rank {rank} differs from rank 0's; give all ranks the same, "
                     "and what differs by rank under the rank's number"
                 )
-        path = self._where.path
-        refuse_name(path)
-        if self._where.appear is None and path.exists():
-            raise ConfigError("there is something at this path; a checkpoint needs a new one")
-        name = f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}"
-        make_folder(path.with_name(name))
-        return name
+        return self._target.begin()
 
     def _writing(self, optimizer: Optimizer | None, how: How) -> Writing:
         """Return the writing of this rank's parts."""
@@ -271,35 +245,34 @@ class _Saving:
         memory = how.memory
         return Writing(parts, params, state, replicas=replicas, waits=waits, memory=memory)
 
-    def write_all(self, unfinished: Path, pace: Pace | None) -> None:
-        """Write the files, give copies to other machines, and then the folders their names."""
+    def write_all(self, name: str, pace: Pace | None) -> None:
+        """Write the files of the save ``name``, copy them, and let the checkpoint appear."""
 
         def undo() -> None:
-            if self._where.machines.is_first:
-                shutil.rmtree(unfinished, ignore_errors=True)
+            if self._target.machines.is_first:
+                self._target.undo(name)
 
         try:
-            self._write_all(unfinished, pace, undo)
+            self._write_all(name, pace, undo)
         except BaseException:
             undo()
             raise
 
-    def _write_all(self, unfinished: Path, pace: Pace | None, undo: Callable[[], None]) -> None:
-        council, (path, machines, copies, appear) = self._council, self._where
-        appear = appear or partial(publish, path=path)
+    def _write_all(self, name: str, pace: Pace | None, undo: Callable[[], None]) -> None:
+        council, target = self._council, self._target
 
         def describe(said: list[dict[str, Any]]) -> str | None:
             replicas = [one.pop("replicas") for one in said]
             manifest = self._described(said).to_json()
             if are_apart(replicas):
                 return ""
-            if machines.total > 1:
+            if target.machines.total > 1:
                 return manifest.decode()
-            seal(unfinished, manifest)
-            appear(unfinished)
+            target.seal(name, manifest)
+            target.appear(name, manifest)
             return None
 
-        told = council.agree(lambda: self._write(unfinished, pace), describe, undo)
+        told = council.agree(lambda: self._write(name, pace), describe, undo)
         if told is None:
             return
         if not told:  # seldom, so what differs is asked for only now
@@ -314,17 +287,14 @@ class _Saving:
 
             council.agree(lambda: shared_digests(council, digests), refuse, undo)
         manifest = told.encode()
-        files = Manifest.from_json(manifest).files
-        copy_files(council, machines, copies, unfinished, files)
-        first = machines.is_first
-        council.agree(lambda: seal(unfinished, manifest) if first else None, undo=undo)
-        council.agree(lambda: appear(unfinished) if first else None, undo=undo)
+        target.copy(council, name, Manifest.from_json(manifest).files)
+        first = target.machines.is_first
+        council.agree(lambda: target.seal(name, manifest) if first else None, undo=undo)
+        council.agree(lambda: target.appear(name, manifest) if first else None, undo=undo)
 
-    def _write(self, unfinished: Path, pace: Pace | None) -> dict[str, Any]:
-        if self._where.machines.own:
-            unfinished.mkdir(exist_ok=True)  # the first rank has made that of its machine
-        name = f"rank-{self._council.rank:05d}.safetensors"
-        nbytes, digest = self.writing.run(unfinished / name, pace)
+    def _write(self, save: str, pace: Pace | None) -> dict[str, Any]:
+        name = self._target.file_name(save, self._council.rank)
+        nbytes, digest = self.writing.run(partial(self._target.writer, save, name), pace)
         key = shared(self._council, self.found)
         replicas = by_mesh(self.writing.digests, self.found.tensors)
         file = {"name": name, "nbytes": nbytes, "digest": digest, "contents": key}
@@ -343,6 +313,7 @@ class _Saving:
                 for rank, one in enumerate(said)
             ],
             extra=self._extra,
+            version=self._target.version,
         )
         manifest.check()
         return manifest

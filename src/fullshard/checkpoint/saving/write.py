@@ -6,8 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from fullshard._torch import autograd as _autograd
 from fullshard.checkpoint.format import (
     CHUNK_NBYTES,
-    FileWriter,
+    PartsWriter,
     array_of,
     digest_of,
     digests_of_blocks,
@@ -24,6 +23,9 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.device import HostReader, host_tensor
 from fullshard.errors import ProtocolError
+
+Kinds = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+"""Dtypes and shapes of parts, by name."""
 
 _STATE = "the state of the optimizer"
 
@@ -105,9 +107,11 @@ class Writing:
     ) -> None:
         self._written = parts.keys()
         parts = {**parts, **replicas}
-        others = [name for name in parts if name not in waits]
+        # Large elements first, so that every tensor is aligned in a file that is written in order.
+        names = sorted(parts, key=lambda name: -parts[name].itemsize)
+        others = [name for name in names if name not in waits]
         self._num_others = len(others)
-        self._parts = {name: parts[name] for name in dict.fromkeys((*others, *parts))}
+        self._parts = {name: parts[name] for name in dict.fromkeys((*others, *names))}
         self._digests: dict[str, list[str]] = {name: [] for name in replicas}  # of blocks
         self.digests: dict[str, str] = {}
         """Of the replicas, by name, once ``run`` has returned."""
@@ -152,16 +156,22 @@ class Writing:
         self._end_is_awaited = True
         self._is_awaited.set()
 
-    def run(self, path: Path, pace: Pace | None = None) -> tuple[int, str]:
-        """Write the file; return its size and its header's digest.
+    def run(
+        self, opened: Callable[[Kinds], PartsWriter], pace: Pace | None = None
+    ) -> tuple[int, str]:
+        """Write the file; return its size and its digest in the manifest.
+
+        Args:
+            opened: opens the new file, given its parts in the order in which they are put.
+            pace: of this thread; None: as fast as it can.
 
         Raises:
-            OSError: it cannot be written.
+            OSError, CheckpointError: it cannot be written.
             ProtocolError: a part was written to before it was copied.
         """
         try:
             kinds = {n: (p.dtype, p.shape) for n, p in self._parts.items() if n in self._written}
-            with FileWriter(path, kinds) as file:
+            with opened(kinds) as file:
                 self._put_all(file, pace)
                 for name, blocks in self._digests.items():
                     is_written = name in self._written
@@ -172,7 +182,7 @@ class Writing:
             self._parts, self._watched = {}, {}
             self.release()
 
-    def _put_all(self, file: FileWriter, pace: Pace | None) -> None:
+    def _put_all(self, file: PartsWriter, pace: Pace | None) -> None:
         copies: deque[_Chunk] = deque()
         try:
             self._put_chunks(file, pace, copies)
@@ -180,7 +190,7 @@ class Writing:
             for copy in copies:
                 self._memory.give_back(copy.data)
 
-    def _put_chunks(self, file: FileWriter, pace: Pace | None, copies: deque[_Chunk]) -> None:
+    def _put_chunks(self, file: PartsWriter, pace: Pace | None, copies: deque[_Chunk]) -> None:
         def put(chunk: _Chunk) -> None:
             file.put(*chunk)
             if pace is not None:

@@ -1,11 +1,22 @@
-"""Where checkpoints lie: folders of single machines, and their peers' copies."""
+"""Where checkpoints lie: folders of all ranks or of single machines, and object stores."""
 
 from __future__ import annotations
 
-from fullshard.checkpoint.stores.machines import Machines, copy_files, lent
+from fullshard.checkpoint.stores.machines import Machines, lent
+from fullshard.checkpoint.stores.targets import (
+    SaveTarget,
+    exists_at,
+    remove_at,
+    remove_unfinished_in,
+    target_at,
+)
 
 __all__ = [
     "Machines",
-    "copy_files",
+    "SaveTarget",
+    "exists_at",
     "lent",
+    "remove_at",
+    "remove_unfinished_in",
+    "target_at",
 ]

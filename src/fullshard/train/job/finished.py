@@ -59,7 +59,8 @@ class FinishedRun:
             path = self.run.checkpoint(step)
             for one in (path, self.run.best / path.name):
                 with suppress(CheckpointError):
-                    return inspect(one).path
+                    inspect(one)
+                    return one
         newest = self.run.newest_checkpoint()
         if newest is None:
             raise ConfigError(f"{self.run.path} holds no complete checkpoint")

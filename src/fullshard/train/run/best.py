@@ -159,5 +159,6 @@ def _complete(run: RunDir, step: int) -> Path | None:
     path = run.checkpoint(step)
     for each in (path, run.best / path.name):
         with suppress(CheckpointError):
-            return inspect(each).path
+            inspect(each)
+            return each
     return None

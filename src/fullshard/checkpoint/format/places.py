@@ -1,0 +1,238 @@
+"""Where checkpoints are: folders, or URLs of object stores, which fsspec reaches.
+
+An object store has no folders, only names with slashes. An object appears whole or not at all, and
+cannot be renamed, appended to or written in the middle.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import CheckpointError, ConfigError, FullshardError
+
+_PART_NBYTES = 32 << 20
+_MAX_PARTS = 9_000  # S3 takes 10,000 in one upload
+_PART_MULTIPLE = 1 << 18  # GCS takes multiples of this
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_DENIED = re.compile(r"permission|credential|denied|forbidden|unauthori[sz]ed|token|login", re.I)
+
+
+@dataclass(frozen=True, order=True)
+class ObjectUrl:
+    """A URL in an object store, such as ``s3://bucket/run/step-000100``.
+
+    ``str`` returns the URL. ``name``, ``parent``, ``with_name`` and ``/`` do what they do for a
+    ``Path``. All methods raise ``CheckpointError`` if the store does not do what they ask for.
+    """
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> ObjectUrl:
+        return ObjectUrl(f"{self.url.removesuffix('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> ObjectUrl:
+        """The URL without its last part."""
+        return ObjectUrl(self.url.removesuffix(self.name))._without_slash()
+
+    def with_name(self, name: str) -> ObjectUrl:
+        """Return the URL with another last part."""
+        return self.parent / name
+
+    def _without_slash(self) -> ObjectUrl:
+        is_root = self.url.endswith("://")
+        return self if is_root else ObjectUrl(self.url.removesuffix("/"))
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` if a package for this store is missing."""
+        self._filesystem()
+
+    def read(self) -> bytes:
+        """Return the whole object."""
+        with self._asked("read") as (filesystem, path):
+            return bytes(filesystem.cat_file(path))
+
+    def read_if_there(self) -> bytes | None:
+        """Return the whole object; None if there is no object of this name."""
+        try:
+            return self.read()
+        except CheckpointError as error:
+            if is_out_of_reach(error):
+                raise
+            return None
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Return bytes ``start`` to ``stop`` of the object."""
+        with self._asked(f"read at byte {start}") as (filesystem, path):
+            return bytes(filesystem.cat_file(path, start=start, end=stop))
+
+    def nbytes(self) -> int:
+        """Return the size of the object."""
+        with self._asked("read") as (filesystem, path):
+            return int(filesystem.info(path)["size"])
+
+    def below(self) -> dict[str, int | None]:
+        """Return the sizes of the objects right below this URL; None for a name with more below.
+
+        Returns nothing if there is nothing.
+        """
+        found: dict[str, int | None] = {}
+        with self._asked("listed") as (filesystem, path), suppress(FileNotFoundError):
+            for one in filesystem.ls(path, detail=True):
+                its = one["name"].rstrip("/")
+                name = its.rpartition("/")[2]
+                if name and its.strip("/") != path.strip("/"):  # some stores list the name itself
+                    found[name] = None if one["type"] == "directory" else int(one["size"])
+        return found
+
+    def write(self, data: bytes) -> None:
+        """Write a small object, at once."""
+        with self._asked("written") as (filesystem, path):
+            filesystem.pipe_file(path, data)
+
+    def remove(self) -> None:
+        """Remove the object, if it is there."""
+        with self._asked("removed") as (filesystem, path), suppress(FileNotFoundError):
+            filesystem.rm_file(path)
+
+    def new_object(self, nbytes: int) -> NewObject:
+        """Return a new object of this size, to be written front to back."""
+        return NewObject(self, nbytes)
+
+    def open_new(self, nbytes: int) -> Any:
+        """Return fsspec's file for a new object of this size."""
+        part = -(-nbytes // _MAX_PARTS)
+        part = max(_PART_NBYTES, -(-part // _PART_MULTIPLE) * _PART_MULTIPLE)
+        filesystem, path = self._filesystem()
+        return filesystem.open(path, "wb", block_size=part)
+
+    @contextmanager
+    def _asked(self, to_be: str) -> Iterator[tuple[Any, str]]:
+        """Yield the filesystem and the path in it, and explain what it raises."""
+        with explained(self, to_be):
+            filesystem, path = self._filesystem()
+            filesystem.invalidate_cache()  # other processes write, too
+            yield filesystem, path
+
+    def _filesystem(self) -> tuple[Any, str]:
+        scheme = self.url.partition("://")[0]
+        try:
+            from fsspec.core import url_to_fs
+
+            filesystem, path = url_to_fs(self.url)
+        except ImportError as error:
+            raise ConfigError(
+                f"{self}: {scheme}:// needs a package that is missing ({error}): "
+                "pip install 'fullshard[object-stores]', and the package that fsspec names for "
+                f"{scheme}, such as s3fs or gcsfs"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{self}: fsspec does not know this URL ({error})") from error
+        return filesystem, path
+
+
+class NewObject:
+    """A new object that is written front to back, and appears when it is finished."""
+
+    def __init__(self, url: ObjectUrl, nbytes: int) -> None:
+        self._url = url
+        self._nbytes = nbytes
+        with explained(url, "written"):
+            self._file = url.open_new(nbytes)
+
+    def write(self, data: memoryview) -> None:
+        """Write the next bytes."""
+        with explained(self._url, "written"):
+            count = self._file.write(data)
+            if count not in (None, len(data)):
+                raise CheckpointError(f"{self._url}: {count} of {len(data)} bytes were written")
+
+    def finish(self) -> None:
+        """Let the object appear, and check its size."""
+        with explained(self._url, "written"):
+            self._file.close()
+        found = self._url.nbytes()
+        if found != self._nbytes:
+            raise CheckpointError(
+                f"{self._url}: has {found} bytes in the store, {self._nbytes} were written; save "
+                "again"
+            )
+
+    def discard(self) -> None:
+        """Give up the upload, as far as the store can."""
+        with suppress(Exception):
+            self._file.discard()
+        with suppress(Exception):
+            self._file.closed = True  # else fsspec finishes the upload when the file is deleted
+
+
+Place = Path | ObjectUrl
+"""The place of a checkpoint, or of several."""
+
+AnyPlace = str | os.PathLike[str] | ObjectUrl
+"""A place as callers give it."""
+
+
+def place_of(path: AnyPlace) -> Place:
+    """Return the folder or the URL that a caller gave.
+
+    Raises:
+        ConfigError: it is a URL that cannot be one of an object store.
+    """
+    if isinstance(path, ObjectUrl):
+        return path
+    if not isinstance(path, str) or "://" not in path:
+        folder = Path(path)
+        first = folder.parts[0] if folder.parts else ""
+        if not isinstance(path, str) and first.endswith(":") and _SCHEME.fullmatch(first[:-1]):
+            raise ConfigError(f"{folder}: pathlib removed a slash of this URL; give it as a str")
+        return folder
+    scheme, _, rest = path.partition("://")
+    if not _SCHEME.fullmatch(scheme):
+        raise ConfigError(f"{path}: expected a folder, or a URL such as s3://bucket/run")
+    if scheme.lower() in ("file", "local"):
+        raise ConfigError(f"{path}: give the path of the folder, without {scheme}://")
+    if not rest.strip("/"):
+        raise ConfigError(f"{path}: the URL names no bucket; expected one such as s3://bucket/run")
+    return ObjectUrl(f"{scheme}://{rest.rstrip('/')}")
+
+
+def is_out_of_reach(error: CheckpointError) -> bool:
+    """Return whether an object store gave no answer, rather than that there is no such object."""
+    cause = error.__cause__
+    return cause is not None and not isinstance(cause, (FileNotFoundError, FullshardError))
+
+
+@contextmanager
+def explained(url: ObjectUrl, to_be: str) -> Iterator[None]:
+    """Raise ``CheckpointError`` for what a filesystem of fsspec raises, with a remedy."""
+    try:
+        yield
+    except FullshardError:
+        raise
+    except Exception as error:  # each store has its own
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, FileNotFoundError):
+            remedy = "check that the bucket exists, and that no other job removes objects there"
+        elif isinstance(error, PermissionError) or _DENIED.search(text):
+            remedy = (
+                "check the credentials of this process, and that they permit to list, read, write "
+                "and remove objects there"
+            )
+        else:
+            remedy = "check the network and the store, then repeat the call"
+        raise CheckpointError(f"{url}: cannot be {to_be} ({text}); {remedy}") from error

@@ -1,0 +1,304 @@
+"""New checkpoints while they are written: in a folder, in machines' folders, in an object store.
+
+All ranks of a save have a ``SaveTarget``. The first rank begins, and tells the others the name of
+the save. Each rank writes its data file. The first rank of each machine seals the files with the
+manifest, and then lets the checkpoint appear.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from fullshard.checkpoint.format import (
+    IN_FOLDERS,
+    IN_OBJECTS,
+    MANIFEST,
+    UNFINISHED,
+    FileInfo,
+    FileWriter,
+    ObjectUrl,
+    PartsWriter,
+    Place,
+    StreamWriter,
+    make_folder,
+    publish,
+    refuse_name,
+    remove,
+    remove_unfinished,
+    seal,
+    supersede,
+)
+from fullshard.checkpoint.stores import objects
+from fullshard.checkpoint.stores.machines import Machines, copy_files
+from fullshard.comm.council import Council
+from fullshard.errors import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
+
+Parts = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+
+
+class SaveTarget(Protocol):
+    """The place of a new checkpoint."""
+
+    machines: Machines
+    version: int
+    """Of the format that is written there."""
+
+    @property
+    def path(self) -> Place:
+        """The folder or URL of the checkpoint."""
+        ...
+
+    def check(self) -> None:
+        """Raise if this rank lacks something that writing there needs; on every rank."""
+
+    def begin(self) -> str:
+        """Make the place to write to; on the first rank.
+
+        Returns:
+            The name of the save.
+
+        Raises:
+            ConfigError: something is at ``path``.
+        """
+        ...
+
+    def file_name(self, save: str, rank: int) -> str:
+        """Return the name of the data file of ``rank``."""
+        ...
+
+    def writer(self, save: str, name: str, parts: Parts) -> PartsWriter:
+        """Return the new data file of this rank."""
+        ...
+
+    def copy(self, council: Council, save: str, files: Sequence[FileInfo]) -> None:
+        """Copy data files to other machines, if there are several; a collective."""
+
+    def seal(self, save: str, manifest: bytes) -> None:
+        """Check or flush the data files, and put the manifest beside them."""
+
+    def appear(self, save: str, manifest: bytes) -> None:
+        """Let the sealed checkpoint appear at ``path``, at once or not at all."""
+
+    def undo(self, save: str) -> None:
+        """Remove what the save has written."""
+
+
+class FolderTarget:
+    """A new folder, which appears by its renaming: of all ranks, or of each machine.
+
+    Args:
+        path: the folder, on each of the ``machines``.
+        machines: of the ranks.
+        copies: how many machines have each file.
+        appears: gives a complete folder the name ``path`` on this machine, whatever has that name.
+            None: nothing may have it.
+    """
+
+    version = IN_FOLDERS
+
+    def __init__(
+        self,
+        path: Path,
+        machines: Machines,
+        copies: int = 1,
+        appears: Callable[[Path], None] | None = None,
+    ) -> None:
+        self.path = path
+        self.machines = machines
+        self._copies = copies
+        self._appears = appears
+
+    def check(self) -> None:
+        """Nothing is needed."""
+
+    def begin(self) -> str:
+        """Make an unfinished folder."""
+        refuse_name(self.path)
+        if self._appears is None and self.path.exists():
+            raise ConfigError("there is something at this path; a checkpoint needs a new one")
+        name = f"{UNFINISHED}{self.path.name}-{uuid.uuid4().hex[:8]}"
+        make_folder(self.path.with_name(name))
+        return name
+
+    def file_name(self, save: str, rank: int) -> str:
+        """Return the name of the data file of ``rank``."""
+        return f"rank-{rank:05d}.safetensors"
+
+    def writer(self, save: str, name: str, parts: Parts) -> FileWriter:
+        """Return the new data file of this rank."""
+        unfinished = self.path.with_name(save)
+        if self.machines.own:
+            unfinished.mkdir(exist_ok=True)  # the first rank has made that of its machine
+        return FileWriter(unfinished / name, parts)
+
+    def copy(self, council: Council, save: str, files: Sequence[FileInfo]) -> None:
+        """Copy data files to the next machines."""
+        copy_files(council, self.machines, self._copies, self.path.with_name(save), files)
+
+    def seal(self, save: str, manifest: bytes) -> None:
+        """Write the manifest, and flush the folder."""
+        seal(self.path.with_name(save), manifest)
+
+    def appear(self, save: str, manifest: bytes) -> None:
+        """Rename the folder."""
+        (self._appears or partial(publish, path=self.path))(self.path.with_name(save))
+
+    def undo(self, save: str) -> None:
+        """Remove the unfinished folder."""
+        shutil.rmtree(self.path.with_name(save), ignore_errors=True)
+
+
+class ObjectTarget:
+    """New objects at a URL, which are a checkpoint once the manifest is there.
+
+    Args:
+        path: the URL.
+        council: of all ranks.
+        replaces: the step of the checkpoint, which takes the place of those from this step on.
+            None: there may be no checkpoint at the URL.
+    """
+
+    version = IN_OBJECTS
+
+    def __init__(self, path: ObjectUrl, council: Council, replaces: int | None = None) -> None:
+        self.path = path
+        self.machines = Machines.sharing(council)
+        self._replaces = replaces
+        self._may_be_there = False
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` if a package for this store is missing."""
+        self.path.check()
+
+    def begin(self) -> str:
+        """Choose a name for the save, and remove files of killed ones."""
+        refuse_name(self.path)
+        with _on_first_rank():
+            if self._replaces is None and objects.exists(self.path):
+                raise ConfigError("there is a checkpoint at this URL; give a new one")
+            objects.remove_unfinished_at(self.path)
+        return objects.new_save()
+
+    def file_name(self, save: str, rank: int) -> str:
+        """Return the name of the data file of ``rank``."""
+        return objects.data_name(save, rank)
+
+    def writer(self, save: str, name: str, parts: Parts) -> StreamWriter:
+        """Return the new data file of this rank."""
+        return StreamWriter(self.path / name, parts)
+
+    def copy(self, council: Council, save: str, files: Sequence[FileInfo]) -> None:
+        """Copy nothing: the store keeps copies of its own."""
+
+    def seal(self, save: str, manifest: bytes) -> None:
+        """Check that all data files are in the store."""
+        with _on_first_rank():
+            objects.check_written(self.path, manifest)
+
+    def appear(self, save: str, manifest: bytes) -> None:
+        """Write the manifest.
+
+        Raises:
+            CheckpointError: the manifest could not be written, or the store does not say whether
+                it was; then the data files are left there.
+        """
+        with _on_first_rank():
+            self._appear(manifest)
+
+    def _appear(self, manifest: bytes) -> None:
+        moved = []
+        if self._replaces is not None:
+            moved = objects.supersede(self.path, self._replaces)
+        elif objects.exists(self.path):
+            raise ConfigError("a checkpoint appeared at this URL meanwhile; give a new one")
+        own = self.path / MANIFEST
+        try:
+            own.write(manifest)
+        except CheckpointError as error:
+            self._may_be_there = True  # the answer may have been lost, and not the manifest
+            if own.read_if_there() != manifest:
+                raise CheckpointError(
+                    f"{error}. The data files are left in the store, where the next save removes "
+                    "them, as the manifest may still appear"
+                ) from error
+        if moved:
+            log.warning(
+                "%s was saved; the checkpoints it replaces, of step %d and later, have their "
+                "manifests at %s",
+                self.path,
+                self._replaces,
+                ", ".join(moved),
+            )
+
+    def undo(self, save: str) -> None:
+        """Remove the data files, unless the manifest may be there."""
+        if not self._may_be_there:
+            objects.remove_save(self.path, save)
+
+
+@contextmanager
+def _on_first_rank() -> Iterator[None]:
+    """Name the rank in the errors of an object store, as a decision does not."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"rank 0: {error}") from error
+
+
+def target_at(
+    path: Place,
+    council: Council,
+    machines: Machines | None = None,
+    *,
+    copies: int | None = None,
+    replaces: int | None = None,
+) -> SaveTarget:
+    """Return a new checkpoint at ``path``.
+
+    Args:
+        path: its folder or URL.
+        council: of all ranks.
+        machines: of the ranks; None: all see the same folder.
+        copies: as for ``Checkpointer``.
+        replaces: the step of the checkpoint, which takes the place of those from this step on.
+            None: nothing may be at ``path``.
+    """
+    if isinstance(path, ObjectUrl):
+        return ObjectTarget(path, council, replaces)
+    appears = None
+    if replaces is not None:
+        appears = partial(supersede, path=path, step=replaces, removes=copies is not None)
+    return FolderTarget(path, machines or Machines.sharing(council), copies or 1, appears)
+
+
+def exists_at(path: Place) -> bool:
+    """Return whether there is something at ``path``; in an object store, a checkpoint."""
+    return objects.exists(path) if isinstance(path, ObjectUrl) else path.exists()
+
+
+def remove_at(path: Place) -> None:
+    """Remove a checkpoint if it is there, or log why not."""
+    if isinstance(path, ObjectUrl):
+        objects.remove(path)
+    elif os.path.lexists(path):
+        remove(path)
+
+
+def remove_unfinished_in(root: Place) -> None:
+    """Remove what saves that were killed left in ``root``; no job may be saving there."""
+    if isinstance(root, ObjectUrl):
+        objects.remove_unfinished(root)
+    else:
+        remove_unfinished(root)
