@@ -17,6 +17,7 @@ from torch import nn
 
 from fullshard import checkpoint
 from fullshard.checkpoint.format.manifest import MANIFEST
+from fullshard.cli import main
 from fullshard.errors import CheckpointError, ConfigError, FullshardError
 from tests.ranks import object_kills
 from tests.ranks.models import noise
@@ -263,6 +264,26 @@ def test_a_store_that_fails_is_not_an_empty_one(tmp_path: Path) -> None:
             checkpoint.latest(root)
 
 
+def test_the_command_takes_urls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = url_of(tmp_path)
+    for step in (1, 2, 3):
+        checkpoint.save(f"{root}/step-{step}", *alone(step), step=step)
+    (tmp_path / "step-3" / MANIFEST).unlink()
+    assert main(["checkpoint", "list", root]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["step-1", "1"], ["step-2", "2"]]
+    assert lines[3] == "step-3: not complete"
+    assert main(["checkpoint", "inspect", f"{root}/step-2"]) == 0
+    assert "step 2" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", f"{root}/step-2"]) == 0
+    assert main(["checkpoint", "verify", root]) == 1
+    assert "its save did not finish" in capsys.readouterr().out
+    assert main(["checkpoint", "diff", f"{root}/step-1", f"{root}/step-1"]) == 0
+    assert main(["checkpoint", "diff", f"{root}/step-1", f"{root}/step-2"]) == 1
+    assert main(["checkpoint", "list", f"{root}/nowhere"]) != 0
+    assert "no checkpoint at this URL" in capsys.readouterr().err
+
+
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: checkpoint.save("s3://", *alone(), step=1), "names no bucket"),
     (lambda: checkpoint.save("file:///tmp/x", *alone(), step=1), "without file://"),
@@ -270,6 +291,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: checkpoint.load(Path("s3://b/x"), *alone()), "give it as a str"),
     (lambda: checkpoint.save("none-such://b/x", *alone(), step=1), "does not know this URL"),
     (lambda: checkpoint.Checkpointer("memory://b/x", copies=2), "copies are for folders"),
+    (lambda: checkpoint.convert("memory://b/x", "x"), "convert reads and writes folders"),
     (lambda: checkpoint.save("memory://b/latest", *alone(), step=1), "a meaning of its own"),
 ]
 

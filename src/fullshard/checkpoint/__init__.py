@@ -1,7 +1,8 @@
 """Checkpoints of models and optimizers on disk, and full and sharded state dicts.
 
-``save`` writes a folder of ``safetensors`` files, whole or not at all; ``load`` reads it into a
-model of any layout on any number of ranks, verified; ``Checkpointer`` does both in a training loop.
+``save`` writes ``safetensors`` files to a folder or an object store, whole or not at all; ``load``
+reads them into a model of any layout on any number of ranks, verified; ``Checkpointer`` does both
+in a training loop.
 
 A full state dict holds whole plain tensors, by default on the first rank only; a sharded one holds
 this rank's shards as DTensors. ``full_state_dict``, ``sharded_state_dict``, ``load_...`` and their
@@ -14,6 +15,7 @@ from __future__ import annotations
 from fullshard.checkpoint.conversion import convert, differences
 from fullshard.checkpoint.format import (
     CheckpointInfo,
+    ObjectUrl,
     TensorInfo,
     faults,
     inspect,
@@ -43,6 +45,7 @@ __all__ = [
     "Conversion",
     "LoadPlanner",
     "LoadedWeights",
+    "ObjectUrl",
     "PendingSave",
     "TensorInfo",
     "convert",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from rich.progress import Progress
 
 from fullshard.checkpoint import (
     CheckpointInfo,
+    ObjectUrl,
     convert,
     differences,
     faults,
@@ -32,9 +34,9 @@ app = typer.Typer(
     help="Look at checkpoints, check, compare and convert them.",
 )
 
-Folder = Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a checkpoint.")]
+Folder = Annotated[str, typer.Argument(metavar="PATH", help="Folder or URL of a checkpoint.")]
 Root = Annotated[
-    Path, typer.Argument(metavar="PATH", help="Folder of a checkpoint, or of several.")
+    str, typer.Argument(metavar="PATH", help="Folder or URL of a checkpoint, or of several.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -42,10 +44,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 @app.command("list", cls=GroupedCommand)
 def list_command(path: Root, *, as_json: AsJson = False) -> None:
     """List the complete checkpoints in a folder, the newest last, and what else is there."""
-    best = read_best(RunDir(path))
-    path = _of_run(path)
-    complete = list_checkpoints(path)
-    others = [one.name for one in _folders(path) if one not in {info.path for info in complete}]
+    place = _place(path)
+    best = read_best(RunDir(place)) if isinstance(place, Path) else None
+    place = _of_run(place)
+    complete = list_checkpoints(place)
+    others = [one.name for one in _folders(place) if one not in {info.path for info in complete}]
     if as_json:
         found: dict[str, Any] = {"checkpoints": [_as_dict(info) for info in complete]}
         if best is not None:
@@ -92,7 +95,7 @@ def verify_command(path: Root, *, as_json: AsJson = False) -> None:
     """
     found: dict[str, list[str]] = {}
     console = Console(stderr=True, markup=False)
-    for folder in _folders(_of_run(path)):
+    for folder in _folders(_of_run(_place(path))):
         with console.status(f"reading {folder}"):
             found[str(folder)] = list(faults(folder))
     if as_json:
@@ -108,7 +111,7 @@ def verify_command(path: Root, *, as_json: AsJson = False) -> None:
 @app.command("diff", cls=GroupedCommand)
 def diff_command(
     path: Folder,
-    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Folder of another one.")],
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="Folder or URL of another one.")],
     *,
     as_json: AsJson = False,
 ) -> None:
@@ -152,13 +155,24 @@ def convert_command(
     print(f"{target} is written")
 
 
-def _of_run(path: Path) -> Path:
+def _place(path: str) -> Path | ObjectUrl:
+    return ObjectUrl.of(path) if "://" in path else Path(path)
+
+
+def _of_run(path: Path | ObjectUrl) -> Path | ObjectUrl:
     """Return the checkpoints of a run of the trainer if ``path`` is its folder, else ``path``."""
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    is_run = isinstance(path, Path) and (path / "checkpoints").is_dir()
+    return path / "checkpoints" if is_run else path
 
 
-def _folders(path: Path) -> list[Path]:
+def _folders(path: Path | ObjectUrl) -> Sequence[Path | ObjectUrl]:
     """Return ``path`` if it is a checkpoint, else the folders in it."""
+    if isinstance(path, ObjectUrl):
+        there = path.below()
+        prefixes = [path / name for name, size in sorted(there.items()) if size is None]
+        if "manifest.json" not in there and not prefixes:
+            raise CheckpointError(f"{path}: no checkpoint at this URL")
+        return [path] if "manifest.json" in there else prefixes
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
     if (path / "manifest.json").exists():

@@ -39,6 +39,7 @@ from fullshard.checkpoint.format import (
     encode,
     flat_bytes,
     flush_folder,
+    folder_of,
     make_folder,
     name_of,
     read_manifest,
@@ -80,7 +81,7 @@ def convert(
         CheckpointError: ``source`` is damaged, or ``target`` cannot be written.
         UnsupportedError: ``source`` holds something that the other format cannot.
     """
-    source, target = Path(source), Path(target)
+    source, target = folder_of(source, "convert"), folder_of(target, "convert")
     if to not in FORMATS:
         raise ConfigError(f"to={to!r}: expected one of {', '.join(FORMATS)}")
     refuse_name(target)

@@ -67,7 +67,14 @@ from fullshard.checkpoint.format.manifest import (
     digest_of,
 )
 from fullshard.checkpoint.format.placement import Grid, TensorEntry, ranks_to_json
-from fullshard.checkpoint.format.places import AnyPlace, NewObject, ObjectUrl, Place, place_of
+from fullshard.checkpoint.format.places import (
+    AnyPlace,
+    NewObject,
+    ObjectUrl,
+    Place,
+    folder_of,
+    place_of,
+)
 from fullshard.checkpoint.format.streamfile import ObjectFile, StreamWriter
 from fullshard.checkpoint.format.values import decode, encode
 
@@ -118,6 +125,7 @@ __all__ = [
     "faults",
     "flat_bytes",
     "flush_folder",
+    "folder_of",
     "in_folder",
     "inspect",
     "latest",

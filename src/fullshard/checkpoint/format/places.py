@@ -33,6 +33,24 @@ class ObjectUrl:
 
     url: str
 
+    @classmethod
+    def of(cls, text: str) -> ObjectUrl:
+        """Return the URL ``text``.
+
+        Raises:
+            ConfigError: it cannot be one of an object store.
+        """
+        scheme, mark, rest = text.partition("://")
+        if not mark or not _SCHEME.fullmatch(scheme):
+            raise ConfigError(f"{text}: expected a folder, or a URL such as s3://bucket/run")
+        if scheme.lower() in ("file", "local"):
+            raise ConfigError(f"{text}: give the path of the folder, without {scheme}://")
+        if not rest.strip("/"):
+            raise ConfigError(
+                f"{text}: the URL names no bucket; expected one such as s3://bucket/run"
+            )
+        return cls(f"{scheme}://{rest.rstrip('/')}")
+
     def __str__(self) -> str:
         return self.url
 
@@ -201,14 +219,19 @@ def place_of(path: AnyPlace) -> Place:
         if not isinstance(path, str) and first.endswith(":") and _SCHEME.fullmatch(first[:-1]):
             raise ConfigError(f"{folder}: pathlib removed a slash of this URL; give it as a str")
         return folder
-    scheme, _, rest = path.partition("://")
-    if not _SCHEME.fullmatch(scheme):
-        raise ConfigError(f"{path}: expected a folder, or a URL such as s3://bucket/run")
-    if scheme.lower() in ("file", "local"):
-        raise ConfigError(f"{path}: give the path of the folder, without {scheme}://")
-    if not rest.strip("/"):
-        raise ConfigError(f"{path}: the URL names no bucket; expected one such as s3://bucket/run")
-    return ObjectUrl(f"{scheme}://{rest.rstrip('/')}")
+    return ObjectUrl.of(path)
+
+
+def folder_of(path: AnyPlace, what: str) -> Path:
+    """Return the folder or file that a caller gave, for ``what`` takes no URL.
+
+    Raises:
+        ConfigError: it is a URL.
+    """
+    place = place_of(path)
+    if isinstance(place, ObjectUrl):
+        raise ConfigError(f"{what} reads and writes folders, not URLs of object stores: {place}")
+    return place
 
 
 def is_out_of_reach(error: CheckpointError) -> bool:
