@@ -416,5 +416,69 @@ def test_an_object_that_vanishes_is_named_on_all_ranks(pool: RankPool, tmp_path:
         assert "rank" in text and "rank-00001" in text and "removes objects" in text
 
 
+def weights_round(folder: Path, way: str, max_file_nbytes: int) -> bool:
+    model, _ = built(way, 1)
+    checkpoint.save_weights(model, url_of(folder), max_file_nbytes=max_file_nbytes)
+    checkpoint.save_weights(model, folder.with_name("local"), max_file_nbytes=max_file_nbytes)
+    dist.barrier()
+    assert objects(folder) == objects(folder.with_name("local"))
+    for other in ("rows", "tp", "ragged"):
+        loaded, _ = built(other, 2)
+        checkpoint.load_weights(loaded, url_of(folder))
+        one, two = (checkpoint.full_state_dict(m, rank0_only=False) for m in (model, loaded))
+        same(one, two)
+    with pytest.raises(ConfigError, match="there are objects at this URL"):
+        checkpoint.save_weights(model, url_of(folder))
+    return True
+
+
+@pytest.mark.parametrize("max_file_nbytes", [1 << 30, 600_000])
+@pytest.mark.parametrize("way", ["rows", "tp"])
+def test_weights_are_the_same_in_a_store_and_a_folder(
+    pool: RankPool, tmp_path: Path, way: str, max_file_nbytes: int
+) -> None:
+    assert all(pool.run(2, weights_round, tmp_path / "weights", way, max_file_nbytes))
+
+
+def weights_with_trouble(folder: Path, kind: str, rank: int) -> str:
+    model, _ = built("rows", 1)
+
+    def fails(its: str, path: str) -> None:
+        if its == kind and rank == dist.get_rank():
+            raise ConnectionError("the wire was cut")
+
+    with trouble(fails), pytest.raises(CheckpointError) as caught:
+        checkpoint.save_weights(model, url_of(folder), max_file_nbytes=600_000)
+    dist.barrier()
+    assert objects(folder) == {}
+    dist.barrier()
+    checkpoint.save_weights(model, url_of(folder), max_file_nbytes=600_000)
+    other, _ = built("ragged", 2)
+    checkpoint.load_weights(other, url_of(folder))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("put", 0), ("part", 1), ("put answered", 1)])
+def test_weights_that_cannot_be_written_leave_nothing(
+    pool: RankPool, tmp_path: Path, kind: str, rank: int
+) -> None:
+    said = pool.run(2, weights_with_trouble, tmp_path / "weights", kind, rank)
+    assert said[0] == said[1] and f"rank {rank}: emulated://" in said[0]
+
+
+def test_weights_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
+    url, model = url_of(tmp_path / "one"), alone(1)[0]
+    with pytest.raises(CheckpointError, match=r"emulated://.*model.safetensors"):
+        checkpoint.load_weights(model, url)
+    checkpoint.save_weights(model, url)
+    file = tmp_path / "one" / "model.safetensors"
+    checkpoint.load_weights(model, f"{url}/model.safetensors")
+    data = file.read_bytes()
+    for wrong in (data[:-1], data[:100], b"", b"x" * 200):
+        file.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match=r"emulated://.*model.safetensors"):
+            checkpoint.load_weights(model, url)
+
+
 def test_nothing_is_lost_or_half_read_when_ranks_are_killed(tmp_path: Path) -> None:
     assert object_kills.run(tmp_path, kills=4, seed=1).kills == 4

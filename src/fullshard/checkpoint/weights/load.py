@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.format import datafile
+from fullshard.checkpoint.format import AnyPlace, ObjectUrl, datafile, place_of
 from fullshard.checkpoint.saving import await_save
 from fullshard.checkpoint.state import Row, Tree, part_here, some
 from fullshard.checkpoint.weights.names import (
@@ -66,7 +65,7 @@ class LoadedWeights(NamedTuple):
 
 def load_weights(
     model: nn.Module,
-    folder: str | os.PathLike[str],
+    folder: AnyPlace,
     *,
     strict: bool = True,
     init: Callable[[nn.Module], object] | None = None,
@@ -84,7 +83,7 @@ def load_weights(
     Args:
         model: a model, sharded or not; values are cast to its dtypes.
         folder: has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
-            names; or such a file itself.
+            names; or such a file itself. It may be a URL of an object store.
         strict: refuse files that lack tensors of the model, or have others.
         init: called with each module on the meta device that has a tensor the files lack.
         convert: by name, how a tensor of the model is made from stored ones; each rank holds one
@@ -101,7 +100,7 @@ def load_weights(
     All ranks raise the same.
     """
     await_save()
-    folder = Path(folder)
+    folder = place_of(folder)
     council = Council(f"load weights from {folder}", "load", "weights")
     listed = council.agree(lambda: None, lambda _: read_index(folder))
     files = {name: InFile(one[0], one[1], tuple(one[2])) for name, one in listed.items()}
@@ -201,7 +200,7 @@ class _Target:
         if problems:
             raise ConfigError("they do not fit; " + some(problems, "; "))
 
-    def fill(self, folder: Path, seed: int) -> None:
+    def fill(self, folder: Path | ObjectUrl, seed: int) -> None:
         """Give the model memory, initialise what the files lack, and read."""
         self._model._apply(self._with_memory)
         self._tie()

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.checkpoint.format import datafile
+from fullshard.checkpoint.format import ObjectUrl, Place, datafile
+from fullshard.checkpoint.weights.remote import opened_weights
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
 from fullshard.frontend.sharded import ShardedModule
 from fullshard.layout.region import Interval, Region, whole
@@ -320,21 +321,24 @@ def _box(view: Tensor, base: Tensor) -> tuple[Region, tuple[int, ...]] | None:
     return Region(intervals, 0, view.numel()), tuple(dims)
 
 
-def read_index(folder: Path) -> dict[str, InFile]:
+def read_index(folder: Place) -> dict[str, InFile]:
     """Return the tensors in the files of weights in ``folder``, or in the file ``folder``.
+
+    It may be a URL of an object store.
 
     Raises:
         CheckpointError: there are none, or their index names others than they hold.
     """
     index: dict[str, str] | None = None
-    if folder.is_file():
+    text = None
+    if _is_file(folder):
         names = [folder.name]
         folder = folder.parent
-    elif (folder / INDEX).exists():
+    elif (text := _index_in(folder)) is not None:
         try:
-            index = dict(json.loads((folder / INDEX).read_bytes())["weight_map"])
+            index = dict(json.loads(text)["weight_map"])
             names = sorted(set(index.values()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / INDEX}: cannot be read ({error!r})") from error
     else:
         names = [SINGLE]
@@ -351,15 +355,32 @@ def read_index(folder: Path) -> dict[str, InFile]:
     return found
 
 
-def _tensors_in(folder: Path, file: str) -> Iterator[tuple[str, InFile]]:
+def _is_file(place: Place) -> bool:
+    """Return whether ``place`` is a file of weights, not a folder of these."""
+    if isinstance(place, ObjectUrl):
+        return place.name.endswith(".safetensors")
+    return place.is_file()
+
+
+def _index_in(folder: Place) -> bytes | None:
+    """Return the index of the files in ``folder``; None if there is none."""
+    if isinstance(folder, ObjectUrl):
+        return (folder / INDEX).read_if_there()
     try:
-        with safe_open(folder / file, framework="pt") as opened:
+        return (folder / INDEX).read_bytes() if (folder / INDEX).exists() else None
+    except OSError as error:
+        raise CheckpointError(f"{folder / INDEX}: cannot be read ({error!r})") from error
+
+
+def _tensors_in(folder: Place, file: str) -> Iterator[tuple[str, InFile]]:
+    try:
+        with opened_weights(folder / file) as opened:
             for name in opened.keys():  # noqa: SIM118 - this is no dictionary
                 own = opened.get_slice(name)
                 yield name, InFile(file, own.get_dtype(), tuple(own.get_shape()))
     except (OSError, SafetensorError) as error:
         what = f"{folder / file}: cannot be read ({error})"
-        if any(folder.glob("*.bin")):
+        if isinstance(folder, Path) and any(folder.glob("*.bin")):
             what += "; files of pickles are not read: save them again with transformers"
         raise CheckpointError(what) from error
 
@@ -480,8 +501,8 @@ def _patterns(inner: Any, attribute: str) -> list[re.Pattern[str]]:
 class StoredReader:
     """Reads boxes of stored tensors; a context that closes files."""
 
-    def __init__(self, folder: Path, files: Mapping[str, InFile]) -> None:
-        self._folder = folder.parent if folder.is_file() else folder
+    def __init__(self, folder: Place, files: Mapping[str, InFile]) -> None:
+        self._folder = folder.parent if _is_file(folder) else folder
         self._files = files
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
@@ -506,7 +527,7 @@ class StoredReader:
         file = self._files[stored.name].file
         try:
             if file not in self._open:
-                opened = safe_open(self._folder / file, framework="pt")
+                opened = opened_weights(self._folder / file)
                 self._open[file] = self._stack.enter_context(opened)
             if not stored.dims:
                 found = self._open[file].get_tensor(stored.name)

@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +19,15 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint.format import (
     UNFINISHED,
+    AnyPlace,
     FileInfo,
     Manifest,
+    ObjectUrl,
+    Place,
     datafile,
     flush_folder,
     make_folder,
+    place_of,
     write_flushed,
 )
 from fullshard.checkpoint.saving import (
@@ -43,9 +49,10 @@ from fullshard.checkpoint.weights.names import (
     pretrained,
     stored_tensors,
 )
+from fullshard.checkpoint.weights.remote import RemoteWriter, upload_folder
 from fullshard.comm.blocking import all_to_all_bytes
 from fullshard.comm.council import Council
-from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
 from fullshard.layout.region import Overlap, Region
 
 ALIGN = 16
@@ -242,7 +249,7 @@ _SMALLEST_FILE_NBYTES = 64 << 20
 
 def save_weights(
     model: nn.Module,
-    folder: str | os.PathLike[str],
+    folder: AnyPlace,
     *,
     dtype: torch.dtype | None = None,
     max_file_nbytes: int = 5_000_000_000,
@@ -255,7 +262,8 @@ def save_weights(
 
     Args:
         model: a model, sharded or not.
-        folder: does not exist; it appears when everything is on the disk.
+        folder: does not exist; it appears when everything is on the disk. Or a URL of an object
+            store where nothing is; the index of several files is written last.
         dtype: cast weights and buffers of floating point to this; None: as they are.
         max_file_nbytes: the size of files, unless one tensor is larger.
 
@@ -270,7 +278,7 @@ def save_weights(
     All ranks raise the same.
     """
     await_save()
-    folder = Path(folder)
+    folder = place_of(folder)
     council = Council(f"save weights to {folder}", "save", "weights")
     found = Collected(council.rank, council.world)
     manifest = described(council, found, model, [str(dtype), max_file_nbytes])
@@ -279,30 +287,51 @@ def save_weights(
     def plan() -> str:
         if max_file_nbytes < 1:
             raise ConfigError(f"max_file_nbytes={max_file_nbytes}: expected a positive number")
+        if isinstance(folder, ObjectUrl):
+            folder.check()
         plans.append(_Plan(model, manifest, dtype, max_file_nbytes))
         return shared_digests(council, digests_of(found.replicas))
 
     def begin(keys: list[str]) -> str:
         refuse_apart(council, keys)
+        if isinstance(folder, ObjectUrl):
+            if folder.below():
+                raise ConfigError("there are objects at this URL; weights need a new one")
+            return str(folder)
         if folder.exists():
             raise ConfigError("there is something at this path; weights need a new one")
         unfinished = folder.with_name(f"{UNFINISHED}{folder.name}-{uuid.uuid4().hex[:8]}")
         make_folder(unfinished)
         return str(unfinished)
 
-    unfinished = Path(council.agree(plan, begin))
+    unfinished = place_of(council.agree(plan, begin))
 
     def write() -> None:
         _Writer(plans[0], found.parts, council, unfinished).write()
 
     def finish(_: list[None]) -> None:
+        if isinstance(unfinished, ObjectUrl):
+            with tempfile.TemporaryDirectory() as small:
+                _write_configuration(model, Path(small), plans[0])
+                upload_folder(Path(small), unfinished)
+            plans[0].write_index(unfinished)
+            return
+        assert isinstance(folder, Path)
         plans[0].write_index(unfinished)
         _write_configuration(model, unfinished, plans[0])
         flush_folder(unfinished)
         unfinished.rename(folder)
         flush_folder(folder.parent)
 
-    council.agree(write, finish, undo=lambda: shutil.rmtree(unfinished, ignore_errors=True))
+    def undo() -> None:
+        if isinstance(unfinished, ObjectUrl):
+            with suppress(CheckpointError):
+                for name in unfinished.below():  # there was nothing before
+                    (unfinished / name).remove()
+        else:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    council.agree(write, finish, undo=undo)
 
 
 class _Plan:
@@ -358,7 +387,7 @@ class _Plan:
         if batch:
             yield batch
 
-    def write_index(self, folder: Path) -> None:
+    def write_index(self, folder: Place) -> None:
         """Write which tensor is in which file, if there are several."""
         if len(self.files) > 1:
             pairs = zip(self.names, self.files, strict=True)
@@ -366,14 +395,18 @@ class _Plan:
             size = sum(one.nbytes for one in self.tensors)
             index = {"metadata": {"total_size": size}, "weight_map": where}
             text = json.dumps(index, indent=2, sort_keys=True)
-            write_flushed(folder / INDEX, f"{text}\n".encode())
+            data = f"{text}\n".encode()
+            if isinstance(folder, ObjectUrl):
+                (folder / INDEX).write(data)
+            else:
+                write_flushed(folder / INDEX, data)
 
 
 class _Writer:
     """Writes this rank's files, and gives other ranks what theirs need."""
 
     def __init__(
-        self, plan: _Plan, parts: Mapping[str, Tensor], council: Council, folder: Path
+        self, plan: _Plan, parts: Mapping[str, Tensor], council: Council, folder: Place
     ) -> None:
         self._plan = plan
         self._parts = parts
@@ -468,16 +501,23 @@ class _Writer:
         if number != self._file_number:
             self._close()
             self._file_number = number
-            self._file = (self._folder / self._plan.names[number]).open("xb", buffering=0)
             tensors = [(p.stored.name, p.dtype, p.stored.shape) for p in self._plan.files[number]]
             header = datafile.header_of(tensors, {"format": "pt"})
+            path = self._folder / self._plan.names[number]
+            if isinstance(path, ObjectUrl):
+                nbytes = sum(one.nbytes for one in self._plan.files[number])
+                self._file = RemoteWriter(path, len(header) + nbytes)
+            else:
+                self._file = path.open("xb", buffering=0)
             datafile.write_all(self._file, memoryview(header))
 
     def _close(self) -> None:
-        if self._file is not None:
-            with self._file:
-                os.fsync(self._file.fileno())
-            self._file = None
+        file, self._file = self._file, None
+        if isinstance(file, RemoteWriter):
+            file.close()
+        elif file is not None:
+            with file:
+                os.fsync(file.fileno())
 
     def _write_empty_files(self) -> None:
         """Write this rank's files that have no elements at all."""
