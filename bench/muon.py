@@ -26,7 +26,7 @@ from bench.machine import table
 from bench.models import GPT, SHAPES
 from fullshard import fully_shard
 from fullshard.optim import Muon
-from fullshard.optim.muon.full import WholeMuon
+from fullshard.optim.muon.full import FullMuon
 
 __all__ = ["figures", "report"]
 
@@ -43,7 +43,7 @@ class OnEveryRank:
     def __init__(self, matrices: list[nn.Parameter]) -> None:
         self._matrices = matrices
         self._wholes = [nn.Parameter(torch.zeros(param.shape)) for param in matrices]
-        self._muon = WholeMuon(self._wholes, ns_dtype="float32", batched=False)
+        self._muon = FullMuon(self._wholes, ns_dtype="float32", batched=False)
 
     @torch.no_grad()
     def step(self) -> None:

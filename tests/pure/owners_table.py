@@ -102,15 +102,15 @@ def row(model: str, num_ranks: int) -> Row:
         for number, param in enumerate(params)
         for block in blocks_of(number, "", param.shape, lambda _, s: "each" if len(s) > 2 else None)
     ]
-    homes = []
+    holders = []
     for block in blocks:
         rows = params[block.param].shape[0]
         chunk = -(-rows // num_ranks)
         start, stop = rows_of(block, params[block.param].shape)
         first, last = start // chunk, (stop - 1) // chunk
-        homes.append((first,) if first == last else ())
+        holders.append((first,) if first == last else ())
     costs = [newton_schulz_flops(block.shape) for block in blocks]
-    matrices = [Matrix(b.param, c, h) for b, c, h in zip(blocks, costs, homes, strict=True)]
+    matrices = [Matrix(b.param, c, h) for b, c, h in zip(blocks, costs, holders, strict=True)]
     owners = owners_of(matrices, num_ranks)
     load = [0.0] * num_ranks
     kept = [0] * num_ranks  # elements that the owner holds itself

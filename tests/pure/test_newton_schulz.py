@@ -13,7 +13,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.optim.muon.full import WholeMuon, matrices_of
+from fullshard.optim.muon.full import FullMuon, matrices_of
 from fullshard.optim.muon.newton_schulz import COEFFICIENTS, orthogonalise
 from tests.ranks.models import noise
 
@@ -92,7 +92,7 @@ def test_it_is_the_muon_of_torch(options: dict[str, Any], dtype: torch.dtype) ->
         [nn.Parameter(noise(*shape, seed=seed, dtype=dtype)) for seed, shape in enumerate(shapes)]
         for _ in range(2)
     )
-    optimizer = WholeMuon(mine, **{"lr": 0.02, **options})
+    optimizer = FullMuon(mine, **{"lr": 0.02, **options})
     reference = torch.optim.Muon(its, **{"lr": 0.02, **options})
     for step in range(4):
         for seed, (one, other) in enumerate(zip(mine, its, strict=True)):
@@ -121,7 +121,7 @@ def test_parameters_of_more_dims_are_their_matrices(
     for part, grad in zip(parts, matrices_of(whole.grad, stacked), strict=True):
         assert part.shape == cut
         part.grad = grad.clone()
-    WholeMuon([whole], stacked=stacked).step()
+    FullMuon([whole], stacked=stacked).step()
     torch.optim.Muon(parts).step()
     assert torch.equal(whole.detach().flatten(), torch.cat([p.detach().flatten() for p in parts]))
 
@@ -140,7 +140,7 @@ class Counts(TorchDispatchMode):
 
 def test_a_stack_of_experts_goes_through_one_product_at_a_time() -> None:
     groups = [{"params": [nn.Parameter(noise(4, 8, 8))], "stacked": 1}]
-    optimizer = WholeMuon(groups)
+    optimizer = FullMuon(groups)
     assert [tuple(one.shape) for one in matrices_of(groups[0]["params"][0], 1)] == [(8, 8)] * 4
     groups[0]["params"][0].grad = noise(4, 8, 8, seed=1)
     optimizer.step()  # the trial
@@ -162,11 +162,11 @@ def test_a_stack_of_experts_goes_through_one_product_at_a_time() -> None:
 )
 def test_values_that_cannot_work_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        WholeMuon([nn.Parameter(torch.zeros(2, 2))], **options)
+        FullMuon([nn.Parameter(torch.zeros(2, 2))], **options)
 
 
 def test_what_is_no_matrix_is_refused_and_not_added() -> None:
-    optimizer = WholeMuon([nn.Parameter(torch.zeros(2, 2))])
+    optimizer = FullMuon([nn.Parameter(torch.zeros(2, 2))])
     for bad in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.complex64)):
         with pytest.raises(UnsupportedError, match="AdamW"):
             optimizer.add_param_group({"params": [nn.Parameter(bad)]})

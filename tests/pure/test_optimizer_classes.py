@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim import ShardedOptimizer
 from fullshard.optim.flat.scalars import is_cut, one_for_many
-from fullshard.optim.probe.elementwise import singles_of
+from fullshard.optim.probe.elementwise import scalar_keys_of
 from tests.pure.buffers import neighbours, parameters
 
 
@@ -207,7 +207,7 @@ def test_a_trial_leaves_no_trace() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     try:
-        with torch.device("meta"), pytest.raises(UnsupportedError, match="draws random numbers"):
+        with torch.device("meta"), pytest.raises(UnsupportedError, match="uses random numbers"):
             ShardedOptimizer(params(), Random)
     finally:
         for handle in handles:
@@ -288,7 +288,7 @@ SINGLES: dict[type[Optimizer], set[str]] = {
 def test_state_with_one_value_for_any_parameter_is_known(cls: str) -> None:
     optimizer_class = getattr(torch.optim, cls)
     optimizer = optimizer_class([torch.zeros(2, 2)])
-    assert singles_of(optimizer) == SINGLES.get(optimizer_class, {"step"})
+    assert scalar_keys_of(optimizer) == SINGLES.get(optimizer_class, {"step"})
 
 
 class Optax(Shaped):
@@ -310,10 +310,10 @@ class OfAnother(Optax):
 
 def test_names_alone_say_nothing_about_state() -> None:
     optimizer = Optax([torch.zeros(1)])
-    assert singles_of(optimizer) == {"step", "count"}
+    assert scalar_keys_of(optimizer) == {"step", "count"}
     sharded = ShardedOptimizer(params(), Optax)
-    assert singles_of(sharded) == {"step", "count"}
-    assert singles_of(OfAnother(optimizer)) == {"step"}
+    assert scalar_keys_of(sharded) == {"step", "count"}
+    assert scalar_keys_of(OfAnother(optimizer)) == {"step"}
     seen = [(torch.Size([3, 2]), "count", torch.Size([1])), (torch.Size([]), "mu", torch.Size([]))]
     assert one_for_many(seen) == {"count"}
 

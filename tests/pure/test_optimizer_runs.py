@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from fullshard.optim import ShardedOptimizer
-from fullshard.optim.clip import joined
+from fullshard.optim.clip import coalesced
 from fullshard.tensors import announce_flat
 from tests.pure.buffers import NUMELS, neighbours, parameters
 
@@ -179,7 +179,7 @@ def test_what_is_held_of_the_state_follows() -> None:
         assert all(torch.equal(a, b) for a, b in zip(held, now, strict=True))
 
 
-# joined()
+# coalesced()
 
 
 def values_of(tensors: Sequence[Tensor]) -> list[float]:
@@ -206,7 +206,7 @@ def pieces(starts: Sequence[int]) -> list[Tensor]:
 )
 def test_neighbours_are_joined(choose: Callable[[], list[Tensor]], expected: list[int]) -> None:
     tensors = choose()
-    found = joined(tensors)
+    found = coalesced(tensors)
     assert sorted(t.numel() for t in found) == sorted(expected)
     assert values_of(found) == values_of(tensors)
 
@@ -217,7 +217,7 @@ def test_two_buffers_one_after_the_other_are_not_joined() -> None:
     for half in halves:
         announce_flat(half, [(0, 2), (2, 2)])
     parts = [half[at : at + 2] for half in halves for at in (0, 2)]
-    assert [part.tolist() for part in joined(parts)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [part.tolist() for part in coalesced(parts)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     swapped = [*parts[2:], *parts[:2]]  # the order is theirs, not that of memory
-    assert [part.tolist() for part in joined(swapped)] == [[4, 5, 6, 7], [0, 1, 2, 3]]
-    assert [tuple(part.shape) for part in joined(parts[:2])] == [(4,)]
+    assert [part.tolist() for part in coalesced(swapped)] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert [tuple(part.shape) for part in coalesced(parts[:2])] == [(4,)]

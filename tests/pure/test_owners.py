@@ -40,8 +40,8 @@ def test_every_matrix_has_an_owner_and_none_has_too_much(
 ) -> None:
     drawn.sort(key=lambda one: one[0])
     matrices = [
-        Matrix(number, cost, tuple(sorted(home for home in homes if home < num_ranks)))
-        for number, (_, cost, homes) in enumerate(drawn)
+        Matrix(number, cost, tuple(sorted(holder for holder in holders if holder < num_ranks)))
+        for number, (_, cost, holders) in enumerate(drawn)
     ]
     owners = owners_of(matrices, num_ranks)
     assert all(0 <= owner < num_ranks for owner in owners)
@@ -105,14 +105,14 @@ def test_rows_must_add_up(wrong: Any) -> None:
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=5), st.integers(1, 20))
 @settings(max_examples=200, deadline=None)
-def test_pieces_begin_at_blocks_and_stay_near(lengths: list[int], grain: int) -> None:
+def test_pieces_begin_at_blocks_and_stay_near(lengths: list[int], block_size: int) -> None:
     starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
     holdings = [
         (rank, Interval(start, length))
         for rank, (start, length) in enumerate(zip(starts, lengths, strict=True))
     ]
     numel = sum(lengths)
-    found = pieces_of(7, (numel,), holdings[::-1], grain)
+    found = pieces_of(7, (numel,), holdings[::-1], block_size)
     if not numel:
         assert found is None
         return
@@ -124,10 +124,10 @@ def test_pieces_begin_at_blocks_and_stay_near(lengths: list[int], grain: int) ->
     ]
     assert sum(block.numel for block in blocks) == numel
     for block, owner in zip(blocks, owners, strict=True):
-        assert block.start % grain == 0 and block.numel > 0
+        assert block.start % block_size == 0 and block.numel > 0
         if len(blocks) > 1:
-            assert abs(block.start - starts[owner]) <= grain / 2
-    if all(start % grain == 0 for start in starts):
+            assert abs(block.start - starts[owner]) <= block_size / 2
+    if all(start % block_size == 0 for start in starts):
         held = [(start, length) for start, length in zip(starts, lengths, strict=True) if length]
         assert [(block.start, block.numel) for block in blocks] == held
 
@@ -139,10 +139,10 @@ def test_pieces_need_ranks_in_order() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**6), st.integers(1, 10**5))
-def test_a_piece_is_padded_to_be_like_the_whole(numel: int, whole: int, grain: int) -> None:
+def test_a_piece_is_padded_to_be_like_the_whole(numel: int, whole: int, block_size: int) -> None:
     numel = min(numel, whole)
-    padded = padded_numel(numel, whole, grain)
-    assert numel <= padded <= whole and (whole - padded) % grain == 0
+    padded = padded_numel(numel, whole, block_size)
+    assert numel <= padded <= whole and (whole - padded) % block_size == 0
     assert padded == whole if whole <= LARGE else padded >= LARGE
 
 

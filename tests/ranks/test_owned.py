@@ -24,7 +24,7 @@ from fullshard.comm.shared import Shared
 from fullshard.errors import ConfigError, PeerError, UnsupportedError
 from fullshard.layout.region import whole as all_of
 from fullshard.optim import OwnedOptimizer, ShardedGradScaler, StepGuard, clip_grad_norm_
-from fullshard.optim.owned.assign import Ranks, spread_param_of
+from fullshard.optim.owned.assign import Ranks, placement_of
 from fullshard.tensors import local_part, shown_like
 from tests.ranks.models import fill, full_parameters, ids, noise
 from tests.ranks.pool import RankPool
@@ -116,13 +116,13 @@ def give(model: nn.Module, grads: dict[str, Tensor]) -> None:
 
 
 def part(param: Tensor, whole: Tensor) -> Tensor:
-    spread, mesh = spread_param_of(param, "") or (None, None)
-    if spread is None:
+    placed, mesh = placement_of(param, "") or (None, None)
+    if placed is None:
         return whole.clone()
     ranks = Ranks(mesh)
     local = torch.empty(local_part(param).shape, dtype=whole.dtype)
-    region = ranks.region(spread, ranks.own)
-    for one in region.overlaps(all_of(spread.shape)):
+    region = ranks.region(placed, ranks.own)
+    for one in region.overlaps(all_of(placed.shape)):
         mine = local.view(-1).as_strided(one.sizes, one.strides, one.offset)
         mine.copy_(whole.contiguous().as_strided(one.sizes, one.other_strides, one.other_offset))
     return shown_like(param, local)

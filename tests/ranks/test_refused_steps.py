@@ -146,7 +146,7 @@ def in_preparation() -> str:
             def trouble(*_: Any) -> None:
                 raise Trouble("out of memory, say")
 
-            patch.setattr(Stepper, "line_up", trouble)
+            patch.setattr(Stepper, "plan", trouble)
             with pytest.raises(Trouble):
                 optimizer.step()
         else:

@@ -14,7 +14,7 @@ from fullshard.engine.steps import refused
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.host import refuse_fraction
 from fullshard.optim.inner import AMP, Inner, options_of
-from fullshard.optim.probe import single_keys
+from fullshard.optim.probe import scalar_keys
 
 
 class Outer(Optimizer, ABC):
@@ -81,12 +81,12 @@ class Outer(Optimizer, ABC):
         return loss
 
     @torch.no_grad()
-    def step_within(self, whole: Optimizer) -> None:
-        """Do the work of ``step`` in the step of ``whole``, which has stepped nothing before."""
+    def step_within(self, outer: Optimizer) -> None:
+        """Do the work of ``step`` in the step of ``outer``, which has stepped nothing before."""
         try:
             ready = self._prepare()
         except (ConfigError, UnsupportedError):
-            refused(whole)
+            refused(outer)
             raise
         self._step(ready, {name: value for name, value in vars(self).items() if name in AMP})
         self._was_loaded = False
@@ -124,7 +124,7 @@ class Outer(Optimizer, ABC):
 
     def _learn(self, many_options: Iterable[dict[str, Any]]) -> None:
         for options in many_options:
-            self._inner.singles |= single_keys(self._optimizer_class, self._kwargs, options)
+            self._inner.scalars |= scalar_keys(self._optimizer_class, self._kwargs, options)
 
     def _check_params(self, params: Iterable[Any]) -> None:
         known = {id(param) for group in self.param_groups for param in group["params"]}

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, NonFiniteError
-from fullshard.tensors import Spread, flat_part_of, placed_pieces_of, spread_of
+from fullshard.tensors import Sharding, flat_part_of, placed_pieces_of, sharding_of
 
 
-def joined(tensors: Sequence[Tensor]) -> list[Tensor]:
+def coalesced(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return ``tensors`` with neighbors in a buffer merged into one 1-D view each.
 
     Neighbors have no padding between them. Tensors without elements are left out. Views are sorted
@@ -63,16 +63,16 @@ def _view(
 
 
 @dataclass
-class _Alike:
-    """Local gradients that are spread over the same process groups."""
+class _SameGroups:
+    """Local gradients sharded over the same process groups."""
 
-    spread: Spread
+    sharding: Sharding
     locals: list[Tensor] = field(default_factory=list)
 
     @cached_property
-    def joined(self) -> list[Tensor]:
+    def coalesced(self) -> list[Tensor]:
         """The elements of ``locals`` in as few tensors as possible."""
-        return joined(self.locals)
+        return coalesced(self.locals)
 
 
 def grad_norm(
@@ -112,7 +112,7 @@ def clip_grad_norm_(
     """Scale the gradients of ``parameters`` so that their norm is at most ``max_norm``.
 
     Interface and arithmetic are those of ``torch.nn.utils.clip_grad_norm_``, with one all-reduce
-    for each mesh dimension over which parameters are spread.
+    for each mesh dimension over which parameters are sharded.
 
     Returns:
         The norm before clipping, a plain tensor; see ``grad_norm``, also for arguments and errors.
@@ -135,10 +135,10 @@ class NormedGradients:
         _clip(self._alike, self.norm, max_norm, foreach=None)
 
 
-def _clip(alike: list[_Alike], norm: Tensor, max_norm: float, foreach: bool | None) -> None:
+def _clip(alike: list[_SameGroups], norm: Tensor, max_norm: float, foreach: bool | None) -> None:
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for one in alike:
-        for device_scale, grads in _by_device(one.joined, scale):
+        for device_scale, grads in _by_device(one.coalesced, scale):
             if foreach is False:
                 for grad in grads:
                     grad.mul_(device_scale.to(grad.dtype))
@@ -154,7 +154,7 @@ def _by_device(grads: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[Tensor,
         yield scale.to(device), there
 
 
-def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
+def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_SameGroups]:
     """Return the local gradients, in an order that does not depend on which of them there are.
 
     Ranks need not have the same gradients, as those that hold different experts, and must reduce
@@ -167,15 +167,15 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
         for param, grad in pairs
         if grad is not None or (param.requires_grad and not param.is_meta)
     ]
-    found: dict[Spread, _Alike] = {}
+    found: dict[Sharding, _SameGroups] = {}
     locals_of: dict[tuple[int, tuple[type, ...]], list[Tensor]] = {}
 
     def alike(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Tensor]:
         key = (id(mesh), tuple(map(type, placements)))
         there = locals_of.get(key)
         if there is None:  # gradients of equal meshes are alike, too
-            spread = spread_of(mesh, placements)
-            there = locals_of[key] = found.setdefault(spread, _Alike(spread)).locals
+            sharding = sharding_of(mesh, placements)
+            there = locals_of[key] = found.setdefault(sharding, _SameGroups(sharding)).locals
         return there
 
     for param, grad in grads:
@@ -184,7 +184,7 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
             continue
         parts = placed_pieces_of(param)
         if not parts:
-            found.setdefault(_PLAIN, _Alike(_PLAIN)).locals.append(grad)
+            found.setdefault(_PLAIN, _SameGroups(_PLAIN)).locals.append(grad)
         for (mesh, placements), start, numel, _ in parts:
             local = grad if len(parts) == 1 else grad[start : start + numel]
             alike(mesh, placements).append(local)
@@ -198,23 +198,23 @@ def _none_of(param: Tensor) -> Tensor:
     return _dtensor.dtensor_like(param, _dtensor.local_of(param).new_empty(0))
 
 
-_PLAIN = Spread((), 1)
+_PLAIN = Sharding((), 1)
 
 
 def _norm(
-    alike: list[_Alike], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    alike: list[_SameGroups], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
     if not norm_type > 0:
         raise ConfigError(f"norm_type is {norm_type}, expected a number above 0, or inf")
     together: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for one in alike:
-        together.setdefault(one.spread.groups, []).append(_part(one, norm_type, foreach))
+        together.setdefault(one.sharding.groups, []).append(_part(one, norm_type, foreach))
     if not together:
         return torch.tensor(0.0)
     parts = [_over(groups, parts, norm_type) for groups, parts in together.items()]
-    whole = torch.stack([part.to(parts[0].device) for part in parts])
+    combined = torch.stack([part.to(parts[0].device) for part in parts])
     is_max = math.isinf(norm_type)
-    norm = whole.amax() if is_max else whole.sum().pow(1.0 / norm_type)
+    norm = combined.amax() if is_max else combined.sum().pow(1.0 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise NonFiniteError(
             f"the norm of order {norm_type} of the gradients is {norm.item()}; to clip them all "
@@ -223,13 +223,13 @@ def _norm(
     return norm
 
 
-def _part(one: _Alike, norm_type: float, foreach: bool | None) -> Tensor:
+def _part(one: _SameGroups, norm_type: float, foreach: bool | None) -> Tensor:
     """Return this rank's sum of powers divided by ``copies``, or, for order inf, its maximum."""
     wide = torch.float32
     for dtype in {grad.dtype for grad in one.locals}:
         wide = torch.promote_types(wide, dtype.to_real())
     device = one.locals[0].device
-    grads = [grad.abs() if grad.is_complex() else grad for grad in one.joined]
+    grads = [grad.abs() if grad.is_complex() else grad for grad in one.coalesced]
     if not grads:
         return torch.zeros((), dtype=wide, device=device)
     if foreach is False:
@@ -239,7 +239,7 @@ def _part(one: _Alike, norm_type: float, foreach: bool | None) -> Tensor:
     stacked = torch.stack([norm.to(device) for norm in norms])
     if math.isinf(norm_type):
         return stacked.amax()
-    return stacked.pow(norm_type).sum() / one.spread.copies
+    return stacked.pow(norm_type).sum() / one.sharding.copies
 
 
 def _over(
@@ -248,5 +248,5 @@ def _over(
     """Combine the parts of all ranks of ``groups``, with one all-reduce per group."""
     is_max = math.isinf(norm_type)
     stacked = torch.stack([part.to(parts[0].device) for part in parts])
-    spread = Spread(groups, 1)
-    return spread.largest(stacked.amax()) if is_max else spread.total(stacked.sum())
+    sharding = Sharding(groups, 1)
+    return sharding.largest(stacked.amax()) if is_max else sharding.total(stacked.sum())

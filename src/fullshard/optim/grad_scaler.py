@@ -20,7 +20,7 @@ from fullshard.errors import (
     AssertedProtocolError,
     ProtocolError,
 )
-from fullshard.optim.clip import joined
+from fullshard.optim.clip import coalesced
 from fullshard.tensors import local_part
 
 
@@ -200,7 +200,7 @@ class ShardedGradScaler(GradScaler):
             for (device, _), grads in _by_kind(optimizer).items():
                 found = found_inf.to(device)  # no copy if already there
                 torch._amp_foreach_non_finite_check_and_unscale_(
-                    joined(grads), found, inv_scale.to(device)
+                    coalesced(grads), found, inv_scale.to(device)
                 )
                 found_inf.copy_(found)
             ranks = dist.group.WORLD if self.process_group is None else self.process_group

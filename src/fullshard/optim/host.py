@@ -112,7 +112,7 @@ class HostedRun(Steppable, Protocol):
     def device(self) -> torch.device:
         """The device of its parameters."""
 
-    def cut(self, values: Mapping[str, Any], singles: frozenset[str]) -> dict[str, Tensor]:
+    def cut(self, values: Mapping[str, Any], scalars: frozenset[str]) -> dict[str, Tensor]:
         """Return the state with one element per element of the run."""
 
 
@@ -125,8 +125,8 @@ class HostCopies:
         self._back: LaneEvent | None = None  # behind the last copy to the host
         self._fetched: dict[HostedRun, tuple[dict[str, Tensor], LaneEvent]] = {}
 
-    def fetch(self, run: HostedRun, home: Mapping[str, Tensor]) -> None:
-        """Begin to copy ``home``, the state of ``run``, to the device, unless begun already."""
+    def fetch(self, run: HostedRun, host_state: Mapping[str, Tensor]) -> None:
+        """Begin to copy ``host_state`` of ``run`` to the device, unless begun already."""
         if run in self._fetched:
             return
         # What is read may still be arriving, and memory may still be left by the run before last.
@@ -136,7 +136,7 @@ class HostCopies:
                 key: torch.empty_strided(
                     one.shape, one.stride(), dtype=one.dtype, device=self._device
                 ).copy_(one, non_blocking=True)
-                for key, one in home.items()
+                for key, one in host_state.items()
             }
             self._fetched[run] = here, self._lanes.mark()
 
@@ -147,16 +147,18 @@ class HostCopies:
         self._lanes.wait_event(Lane.COMPUTE, arrived)
         return here
 
-    def bring_home(self, now: dict[str, Tensor], here: dict[str, Tensor], home: Any) -> Any:
+    def return_to_host(
+        self, now: dict[str, Tensor], here: dict[str, Tensor], host_state: Any
+    ) -> Any:
         """Begin to copy stepped state to the host; return it there, with what is new in it.
 
         Args:
             now: state after the step; what lies elsewhere than before is copied once more.
             here: what ``take`` returned; nobody may use it any longer.
-            home: memory of ``here`` on the host.
+            host_state: memory of ``here`` on the host.
         """
-        fresh = {key: one for key, one in now.items() if not _is_alike(one, home.get(key))}
-        kept = {key: home[key] for key in now if key not in fresh}
+        fresh = {key: one for key, one in now.items() if not _is_alike(one, host_state.get(key))}
+        kept = {key: host_state[key] for key in now if key not in fresh}
         for key in kept:
             if now[key] is not here[key]:
                 here[key].copy_(now[key])
@@ -199,7 +201,7 @@ class Stream:
 
     def to_host(self, run: HostedRun, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``values``, state of ``run`` on its device, with what is cut on the host."""
-        copies, cut = self._copies_of(run), run.cut(values, self._inner.singles)
+        copies, cut = self._copies_of(run), run.cut(values, self._inner.scalars)
         return {**values, **{key: copies.to_host(one) for key, one in cut.items()}}
 
     def turns(self, groups: Groups) -> Iterator[AbstractContextManager[None]]:
@@ -231,15 +233,15 @@ class Stream:
 
     def _fetch(self, runs: Sequence[HostedRun]) -> None:
         for run in runs:
-            self._copies_of(run).fetch(run, self._home(run))
+            self._copies_of(run).fetch(run, self._host_state(run))
 
-    def _home(self, run: HostedRun) -> dict[str, Tensor]:
-        return run.cut(self._inner.state_of(run) or {}, self._inner.singles)
+    def _host_state(self, run: HostedRun) -> dict[str, Tensor]:
+        return run.cut(self._inner.state_of(run) or {}, self._inner.scalars)
 
     @contextmanager
     def _turn(self, groups: Groups, group: int, run: HostedRun) -> Iterator[None]:
         """Step ``run`` alone, with its state on the device."""
-        copies, home = self._copies_of(run), self._home(run)
+        copies, host_state = self._copies_of(run), self._host_state(run)
         here = copies.take(run)
         self._inner.set_runs(groups, [[run] if at == group else [] for at in range(len(groups))])
         if here:
@@ -249,8 +251,8 @@ class Stream:
         finally:  # a step that raises leaves what it has done
             values = self._inner.state_of(run)
             if values is not None:
-                now = run.cut(values, self._inner.singles)
-                values.update(copies.bring_home(now, here, home))
+                now = run.cut(values, self._inner.scalars)
+                values.update(copies.return_to_host(now, here, host_state))
 
 
 def _is_alike(one: Tensor, other: Tensor | None) -> bool:

@@ -81,7 +81,7 @@ _MISSING = object()
 _ONCE = (nullcontext(),)
 
 
-def step_quietly(optimizer: Optimizer) -> None:
+def step_without_hooks(optimizer: Optimizer) -> None:
     """Call ``optimizer.step()`` without global hooks; those run for the user's optimizer."""
     step: Any = type(optimizer).step
     if step.__code__ is _nn.CALLS_STEP_HOOKS:
@@ -90,7 +90,7 @@ def step_quietly(optimizer: Optimizer) -> None:
 
 
 class Steppable(Protocol):
-    """What the inner optimizer steps as one tensor, a run of parameters or a whole matrix."""
+    """A parameter of the inner optimizer: a run of parameters or a full matrix."""
 
     tensor: nn.Parameter
 
@@ -105,7 +105,7 @@ class Inner:
         self._class, self._kwargs = optimizer_class, kwargs
         self._is_eager = bool(self._optimizer.state)  # has state before the first step
         self.defaults = dict(self._optimizer.defaults)
-        self.singles: frozenset[str] = frozenset({"step"})  # see ``is_cut``
+        self.scalars: frozenset[str] = frozenset({"step"})  # see ``is_cut``
         self._optimizer.param_groups.clear()
         self._optimizer.state.clear()
 
@@ -188,7 +188,7 @@ class Inner:
                     for key in mine.keys() - group.keys() - self._optimizer.defaults.keys():
                         del mine[key]  # the class made it in an earlier turn
                     mine.update(options_of(group))
-                step_quietly(self._optimizer)
+                step_without_hooks(self._optimizer)
             for mine, group, its in zip(self._optimizer.param_groups, groups, changed, strict=True):
                 own = options_of(mine).items()
                 its.update({k: v for k, v in own if group.get(k, _MISSING) is not v})

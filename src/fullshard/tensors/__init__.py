@@ -33,7 +33,7 @@ from fullshard.tensors.parallel import (
 )
 from fullshard.tensors.parallel_grads import local_gradients
 from fullshard.tensors.parallel_mesh import SpmdMesh, names_of
-from fullshard.tensors.parts import Spread, coordinates_near, region_of, spread_of
+from fullshard.tensors.parts import Sharding, coordinates_near, region_of, sharding_of
 from fullshard.tensors.ragged_cut import is_on_one_rank, is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor

@@ -208,7 +208,7 @@ def _order_of_cuts(
     return chain.from_iterable(orders.values())
 
 
-class Spread(NamedTuple):
+class Sharding(NamedTuple):
     """The ranks over which the elements of a tensor are spread.
 
     Attributes:
@@ -242,7 +242,7 @@ class Spread(NamedTuple):
         return whole.masked_fill(sent[1] > 0, math.nan) if whole.is_floating_point() else whole
 
 
-def spread_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Spread:
+def sharding_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Sharding:
     """Return the spread over ``mesh`` of tensors with ``placements``.
 
     Replicas left of the first cut have equal local tensors, which give equal sums without
@@ -260,7 +260,7 @@ def spread_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Spread:
         elif groups and mesh.size(dim) > 1:
             groups.append(mesh.get_group(dim))
             copies *= mesh.size(dim)
-    return Spread(tuple(groups), copies)
+    return Sharding(tuple(groups), copies)
 
 
 def _is_cut(placement: Placement) -> bool:

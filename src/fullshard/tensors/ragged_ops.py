@@ -3,7 +3,7 @@
     pointwise       run on this rank's interval; plain tensors without dims are equal on all ranks.
     tensor lists    foreach and fused operations of optimizers, run tensor by tensor.
     whole           sums, norms and similar operations over all elements: all-reduced over the
-                    mesh dims that cut a tensor; copies count once, see ``spread_of``.
+                    mesh dims that cut a tensor; copies count once, see ``sharding_of``.
     random fills    draw the full tensor and keep the interval, so that cuts do not matter.
 
 All other operations are refused.
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import RaggedOperationError
 from fullshard.tensors.form import local_part
-from fullshard.tensors.parts import Spread, part_like, spread_of
+from fullshard.tensors.parts import Sharding, part_like, sharding_of
 from fullshard.tensors.pointwise import fits
 from fullshard.tensors.ragged_cut import cut_of, is_ragged
 from fullshard.tensors.random import RANDOM_FILLS, RANDOM_HANDLERS, RANDOM_LIKE
@@ -193,11 +193,11 @@ def _drawn_in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 # operations over all elements
 
 
-def _spread(tensor: Tensor) -> Spread:
+def _sharding_of(tensor: Tensor) -> Sharding:
     """Return the spread of ``tensor``, where a plain tensor is the same on all ranks."""
     if not isinstance(tensor, DTensor):
-        return Spread((), 1)
-    return spread_of(tensor.device_mesh, tensor.placements)
+        return Sharding((), 1)
+    return sharding_of(tensor.device_mesh, tensor.placements)
 
 
 def _sum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -221,7 +221,7 @@ def _wide_sum(shown: Any, kwargs: dict[str, Any]) -> tuple[Tensor, torch.dtype]:
         dtype = torch.int64 if is_exact else local.dtype
     is_exact = not (dtype.is_floating_point or dtype.is_complex)
     wide = dtype if is_exact else torch.promote_types(dtype, torch.float32)
-    return _spread(shown).total(local.sum(dtype=wide)), dtype
+    return _sharding_of(shown).total(local.sum(dtype=wide)), dtype
 
 
 def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -231,17 +231,17 @@ def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         raise _refusal(op, args, kwargs)
     sign = 1 if op is aten.max.default else -1
     own = local.mul(sign).max() if local.numel() else local.new_tensor(-math.inf)
-    return _spread(args[0]).largest(own) * sign
+    return _sharding_of(args[0]).largest(own) * sign
 
 
 def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     found = _dtensor.local_of(args[0]).any().to(torch.int32)
-    return _spread(args[0]).largest(found).bool()
+    return _sharding_of(args[0]).largest(found).bool()
 
 
 def _all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     missed = _dtensor.local_of(args[0]).all().logical_not().to(torch.int32)
-    return _spread(args[0]).largest(missed).logical_not()
+    return _sharding_of(args[0]).largest(missed).logical_not()
 
 
 def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -251,7 +251,7 @@ def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     like = _first_ragged(args)
     here = torch.equal(_operand(op, one, like), _operand(op, other, like))
     differs = torch.tensor(int(not here), device=_dtensor.local_of(like).device)
-    return not _spread(like).largest(differs).item()
+    return not _sharding_of(like).largest(differs).item()
 
 
 def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -277,13 +277,13 @@ def _norms(shown: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> 
     """Return the norms of full tensors; those of equal spread share one all-reduce per group."""
     if order <= 0:
         raise RaggedOperationError(f"norm of order {order} of a RaggedTensor: expected one above 0")
-    alike: dict[Spread, list[int]] = {}
+    alike: dict[Sharding, list[int]] = {}
     for number, one in enumerate(shown):
-        alike.setdefault(_spread(one), []).append(number)
+        alike.setdefault(_sharding_of(one), []).append(number)
     norms: dict[int, Tensor] = {}
-    for spread, numbers in alike.items():
+    for sharding, numbers in alike.items():
         parts = [_local_norm(local_part(shown[number]), order, dtype) for number in numbers]
-        for number, norm in zip(numbers, _joined(parts, order, spread), strict=True):
+        for number, norm in zip(numbers, _joined(parts, order, sharding), strict=True):
             norms[number] = norm.to(dtype or shown[number].dtype.to_real())
     return [norms[number] for number in range(len(shown))]
 
@@ -298,20 +298,20 @@ def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tenso
     return norm
 
 
-def _joined(parts: Sequence[Tensor], order: float, spread: Spread) -> tuple[Tensor, ...]:
+def _joined(parts: Sequence[Tensor], order: float, sharding: Sharding) -> tuple[Tensor, ...]:
     """Combine the norms of the ranks' parts into norms of full tensors."""
     stacked = torch.stack(list(parts))
     if math.isinf(order):
-        return spread.largest(stacked).unbind()
-    return spread.total(stacked.pow(order)).pow(1.0 / order).unbind()
+        return sharding.largest(stacked).unbind()
+    return sharding.total(stacked.pow(order)).pow(1.0 / order).unbind()
 
 
 def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale gradients for a GradScaler; an infinity on one rank counts for all ranks."""
     grads, found_inf, inverse_scale = args
     op(list(map(local_part, grads)), found_inf, inverse_scale)
-    groups = dict.fromkeys(group for grad in grads for group in _spread(grad).groups)
-    found_inf.copy_(Spread(tuple(groups), 1).largest(found_inf))
+    groups = dict.fromkeys(group for grad in grads for group in _sharding_of(grad).groups)
+    found_inf.copy_(Sharding(tuple(groups), 1).largest(found_inf))
 
 
 _WHOLE_HANDLERS: dict[Any, Handler] = {

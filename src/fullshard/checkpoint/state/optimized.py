@@ -20,7 +20,7 @@ from fullshard.errors import ConfigError
 from fullshard.frontend.places import Held
 from fullshard.optim.flat import is_cut, is_cut_tensor, one_for_many
 from fullshard.optim.inner import Groups, numbered
-from fullshard.optim.probe import singles_of
+from fullshard.optim.probe import scalar_keys_of
 from fullshard.tensors import local_part
 
 Kept = dict[str, Any]  # the optimizer state of one parameter
@@ -69,7 +69,7 @@ class Stepped:
         if isinstance(optimizer, Sequence):
             self.groups, self.singles, label = optimizer, frozenset({"step"}), "the optimizer"
         else:
-            self.groups, self.singles = optimizer.param_groups, singles_of(optimizer)
+            self.groups, self.singles = optimizer.param_groups, scalar_keys_of(optimizer)
             label = type(optimizer).__name__
         self._state_like: StateLike | None = getattr(optimizer, "state_like", None)
         self._params_on_host: Callable[[], list[Tensor]]

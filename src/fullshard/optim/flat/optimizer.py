@@ -1,4 +1,4 @@
-"""``ShardedOptimizer``: an optimizer for sharded parameters that steps on whole buffers."""
+"""``ShardedOptimizer``: an optimizer for sharded parameters that steps buffers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch.optim.optimizer import ParamsT
 
 from fullshard.errors import UnsupportedError
 from fullshard.optim.base import Outer
-from fullshard.optim.flat.plan import Lineup
+from fullshard.optim.flat.plan import StepPlan
 from fullshard.optim.flat.scalars import check_state
 from fullshard.optim.flat.step import Stepper
 from fullshard.optim.host import FRACTION, checked_fraction, hosted
 from fullshard.optim.inner import numbered, options_of
-from fullshard.optim.probe import Recipe, Unchanged, check_elementwise, draws_random_numbers, refuse
+from fullshard.optim.probe import Recipe, Unchanged, check_elementwise, refuse, uses_rng
 
 
 class ShardedOptimizer(Outer):
-    """An optimizer for sharded parameters that steps whole buffers with ``optimizer_class``.
+    """An optimizer for sharded parameters that steps buffers with ``optimizer_class``.
 
     Parameters that are neighbors in a buffer of ``fully_shard``, are in one group, have gradients
-    and have state of one age step as one tensor, a *run*. The host time of a step therefore depends
-    on the number of units, not of parameters, and nothing goes through DTensor dispatch. Results
+    and have equal scalar state step as one tensor, a *run*. So the host time of a step depends on
+    the number of units, not of parameters, and nothing goes through DTensor dispatch. Results
     are those of ``optimizer_class`` itself (fused classes may round differently).
 
     Usage is that of ``optimizer_class``: ``param_groups`` and ``state`` show parameters, each with
@@ -35,7 +35,7 @@ class ShardedOptimizer(Outer):
 
     Any parameters on any mesh are accepted. Plain tensors and torch's own DTensors step one by one,
     on their local tensors. A run has one value of state that is not shaped like its parameter, such
-    as a step count; parameters of another age, say, once frozen ones, are in another run.
+    as a step count; parameters with another count, once frozen ones, say, are in another run.
 
     With ``host_fraction`` part of the state lives in (pinned) host memory and comes to the device
     for the step, the state of two runs at a time. ``state`` shows it there; reading ``state`` waits
@@ -70,7 +70,7 @@ class ShardedOptimizer(Outer):
             kwargs: arguments of ``optimizer_class``.
 
         Raises:
-            UnsupportedError: the class is not element-wise, or draws random numbers, or
+            UnsupportedError: the class is not element-wise, or uses random numbers, or
                 ``differentiable`` is set.
             ConfigError: ``params`` is empty or contains a parameter twice, or a ``host_fraction``
                 is not in 0 to 1.
@@ -109,10 +109,10 @@ class ShardedOptimizer(Outer):
     def _state(self) -> Any:
         return vars(self)["state"]
 
-    def _prepare(self) -> Lineup:
-        return self._stepper.line_up(self.param_groups, self._state)
+    def _prepare(self) -> StepPlan:
+        return self._stepper.plan(self.param_groups, self._state)
 
-    def _step(self, ready: Lineup, amp: dict[str, Tensor]) -> None:
+    def _step(self, ready: StepPlan, amp: dict[str, Tensor]) -> None:
         was_loaded = self._was_loaded
         self._stepper.step(ready, self.param_groups, self._state, amp, was_loaded=was_loaded)
 
@@ -132,7 +132,7 @@ class ShardedOptimizer(Outer):
         options = self._prepare_group(param_group)
         if not self._is_vouched_for:
             check_elementwise(self._optimizer_class, self._kwargs, options)
-            self._check_draws(param_group["params"], options)
+            self._refuse_rng(param_group["params"], options)
         self._learn([options])
         super().add_param_group(param_group)
         self._fractions.append(fraction)
@@ -140,14 +140,14 @@ class ShardedOptimizer(Outer):
         with torch.no_grad():
             self._stepper.prepare(self.param_groups, self.state, loaded=False)
 
-    def _check_draws(self, params: Any, options: dict[str, Any]) -> None:
+    def _refuse_rng(self, params: Any, options: dict[str, Any]) -> None:
         given = [params] if isinstance(params, Tensor) else params
         tensors = (one[1] if isinstance(one, tuple) else one for one in given)
         recipe = Recipe(self._optimizer_class, self._kwargs, options)
         for dtype in dict.fromkeys(one.dtype for one in tensors):
-            if draws_random_numbers(recipe, dtype):
+            if uses_rng(recipe, dtype):
                 raise UnsupportedError(
-                    f"{self._label}: with {dtype} the class draws random numbers, as for "
+                    f"{self._label}: with {dtype} the class uses random numbers, as for "
                     "stochastic rounding, which would depend on the ranks; use OwnedOptimizer, "
                     "with seed=, or say elementwise=True to have them as they come"
                 )
@@ -181,7 +181,7 @@ class ShardedOptimizer(Outer):
             check_elementwise(self._optimizer_class, self._kwargs, options)
         self._learn(map(options_of, groups))
         for _, param in numbered(groups):
-            check_state(groups, param, state["state"].get(param, {}), self._inner.singles)
+            check_state(groups, param, state["state"].get(param, {}), self._inner.scalars)
         self._take_state(state)
         with torch.no_grad():
             self._stepper.prepare(self.param_groups, self.state, loaded=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
+from fullshard.optim.flat.run import Run, same
 from fullshard.optim.flat.scalars import is_placed_like
-from fullshard.optim.flat.segment import Run, same
 from fullshard.optim.inner import Groups, numbered
 from fullshard.tensors import FlatPart, flat_part_of, is_ragged, local_part, local_parts
 
@@ -24,7 +24,7 @@ class Position(NamedTuple):
 
     Attributes:
         line: everything that members of a run have in common: their group, the buffers of
-            parameters and of gradients, the shift between the two, the age of their state.
+            parameters and of gradients, the shift between the two, and the key of their state.
         number: the index in memory order; neighbors have consecutive numbers. None for a parameter
             without elements, which is a neighbor of all parameters on its line.
     """
@@ -72,7 +72,7 @@ class Candidate:
 
     Attributes:
         group: number of its parameter group.
-        age: the value that parameters must have in common to share state.
+        state_key: the value that parameters must have in common to share state.
         local: its local tensor.
         part: position of ``local`` in a flat buffer; None if it is in none.
         grad_part: the same for the gradient.
@@ -81,7 +81,7 @@ class Candidate:
 
     param: Tensor
     group: int
-    age: Hashable
+    state_key: Hashable
     local: Tensor
     part: FlatPart | None
     grad_part: FlatPart | None
@@ -93,25 +93,25 @@ class Candidate:
         param: Tensor,
         grad: Tensor | None,
         group: int,
-        age: Hashable,
+        state_key: Hashable,
         on_host: bool | None = None,
     ) -> Candidate:
         """Describe ``param``; without ``grad``, assume a gradient laid out like the parameter."""
         local = local_part(param)
         part = _part_of(local)
         grad_part = part if grad is None else _part_of(local_part(grad))
-        return cls(param, group, age, local, part, grad_part, on_host)
+        return cls(param, group, state_key, local, part, grad_part, on_host)
 
     def position(self, *, by_grad: bool) -> Position | None:
         """Return the position, None if in no buffer; not ``by_grad``: for an ideal gradient."""
         if not self.local.numel():
             kind = (self.local.dtype, self.local.device, self.on_host)
-            return Position((self.group, self.age, *kind), None)
+            return Position((self.group, self.state_key, *kind), None)
         grad_part = self.grad_part if by_grad else self.part
         if self.part is None or grad_part is None:
             return None
         shift = (grad_part.number - self.part.number, grad_part.start - self.part.start)
-        line = (self.group, self.age, id(self.part.flat), id(grad_part.flat), *shift)
+        line = (self.group, self.state_key, id(self.part.flat), id(grad_part.flat), *shift)
         return Position(line, self.part.number)
 
 
@@ -123,26 +123,26 @@ def _part_of(local: Tensor) -> FlatPart | None:
     return flat_part_of(local) if local.layout is torch.strided else None
 
 
-class Freedom(NamedTuple):
+class Tolerance(NamedTuple):
     """Limits within which gradients may move before the runs must be recomputed.
 
     Attributes:
         anywhere: True if there are as few runs as if gradients were laid out like parameters.
-        stray: a parameter that is in a buffer while its gradient is in none, if there is one.
+        outside: a parameter that is in a buffer while its gradient is in none, if there is one.
             As long as this gradient is in none, recomputing the runs gains nothing.
     """
 
     anywhere: bool
-    stray: Tensor | None
+    outside: Tensor | None
 
 
-def line_up(candidates: Sequence[Candidate]) -> tuple[list[Run], Freedom]:
+def plan_runs(candidates: Sequence[Candidate]) -> tuple[list[Run], Tolerance]:
     """Return new runs, and how far gradients may move before these are outdated."""
     runs = find_runs([one.position(by_grad=True) for one in candidates])
     fewest = find_runs([one.position(by_grad=False) for one in candidates])
-    strays = (one.param for one in candidates if one.part and not one.grad_part)
-    freedom = Freedom(len(runs) == len(fewest), next(strays, None))
-    return [_run_of([candidates[i] for i in run]) for run in runs], freedom
+    outside = (one.param for one in candidates if one.part and not one.grad_part)
+    tolerance = Tolerance(len(runs) == len(fewest), next(outside, None))
+    return [_run_of([candidates[i] for i in run]) for run in runs], tolerance
 
 
 def _run_of(members: Sequence[Candidate]) -> Run:
@@ -157,7 +157,7 @@ def _run_of(members: Sequence[Candidate]) -> Run:
     return Run(params, offsets, first.on_host)
 
 
-class Lineup:
+class StepPlan:
     """The runs of a step, and the facts from which they were computed.
 
     Attributes:
@@ -171,7 +171,7 @@ class Lineup:
         groups: Groups,
         grads: Sequence[Tensor | None],
         runs: Sequence[Run],
-        freedom: Freedom,
+        tolerance: Tolerance,
     ) -> None:
         """Record the facts on which ``runs`` depend.
 
@@ -179,7 +179,7 @@ class Lineup:
             groups: the groups of all parameters.
             grads: the gradient of each parameter, or None.
             runs: the runs of all parameters with gradients.
-            freedom: how far gradients may move before ``runs`` are outdated.
+            tolerance: how far gradients may move before ``runs`` are outdated.
         """
         self._params = params = [param for _, param in numbered(groups)]
         self._sizes = [len(group["params"]) for group in groups]
@@ -191,14 +191,14 @@ class Lineup:
         pairs = list(zip(runs, numbers, strict=True))
         self._placed = [n for run, those in pairs if run.parts is not None for n in those]
         self._addresses = self._find(params)
-        self._loose = [n for run, those in pairs if not run.is_joined for n in those]
+        self._loose = [n for run, those in pairs if not run.is_coalesced for n in those]
         self.exposed = [params[n] for n in self._loose]
-        self._stray = None if freedom.anywhere else freedom.stray
-        self._is_free = freedom.anywhere or freedom.stray is not None
-        bound = [pair for pair in pairs if pair[0].is_joined or not self._is_free]
-        self._chains = _Chains(bound, grads)
+        self._outside = None if tolerance.anywhere else tolerance.outside
+        self._is_free = tolerance.anywhere or tolerance.outside is not None
+        bound = [pair for pair in pairs if pair[0].is_coalesced or not self._is_free]
+        self._neighbours = _Neighbours(bound, grads)
 
-    def stands(self, groups: Groups, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
+    def is_valid(self, groups: Groups, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
         """Return whether the runs are still right as far as addresses tell.
 
         The caller must also check that each run finds its memory, see ``Run.memory``, because
@@ -209,8 +209,8 @@ class Lineup:
             and [len(group["params"]) for group in groups] == self._sizes
             and list(map(is_, grads, repeat(None))) == self._absent
             and self._find(params) == self._addresses
-            and (self._stray is None or _position_of_gradient(self._stray) is None)
-            and self._chains.hold(grads, anywhere=self._is_free)
+            and (self._outside is None or _position_of_gradient(self._outside) is None)
+            and self._neighbours.hold(grads, anywhere=self._is_free)
             and _are_ready([params[n] for n in self._loose], [grads[n] for n in self._loose])
         )
 
@@ -218,7 +218,7 @@ class Lineup:
         return list(map(Tensor.data_ptr, local_parts([params[n] for n in self._placed])))
 
 
-class _Chains:
+class _Neighbours:
     """Gradients that must stay neighbors.
 
     Only addresses are kept, because gradients are freed after each step and may come back at other

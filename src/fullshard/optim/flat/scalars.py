@@ -1,4 +1,4 @@
-"""The optimizer state of single parameters, as users see, edit and load it."""
+"""The optimizer state of a parameter: which state is shaped like it, which is a scalar."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ StateOf = Mapping[Tensor, dict[str, Any]]  # an optimizer's ``state``
 def is_cut(
     key: str,
     shape: torch.Size | None,
-    whole: torch.Size,
-    singles: Container[str],
+    full: torch.Size,
+    scalars: Container[str],
     *,
     is_dtensor: bool = False,
 ) -> bool:
@@ -31,20 +31,20 @@ def is_cut(
     Args:
         key: the optimizer's name of the state.
         shape: shape of the state; None if the state is not a tensor.
-        whole: shape of the parameter, or of the part of the parameter that the optimizer steps.
-        singles: names of state with one value for any parameter, see ``single_keys``.
+        full: shape of the parameter, or of the part of the parameter that the optimizer steps.
+        scalars: names of state with one value for any parameter, see ``scalar_keys``.
         is_dtensor: whether the state is a DTensor; only state with many elements is.
     """
-    if is_dtensor or shape != whole:
+    if is_dtensor or shape != full:
         return is_dtensor
-    return whole.numel() != 1 or key not in singles
+    return full.numel() != 1 or key not in scalars
 
 
-def is_cut_tensor(param: Tensor, key: str, value: object, singles: Container[str]) -> bool:
+def is_cut_tensor(param: Tensor, key: str, value: object, scalars: Container[str]) -> bool:
     """Return whether the optimizer state ``value`` is cut like its parameter ``param``."""
     if isinstance(param, DTensor) or not isinstance(value, Tensor):
         return isinstance(value, DTensor)
-    return is_cut(key, value.shape, param.shape, singles)
+    return is_cut(key, value.shape, param.shape, scalars)
 
 
 def is_placed_like(param: Tensor, other: Tensor) -> bool:
@@ -62,13 +62,13 @@ def one_for_many(kept: Iterable[tuple[torch.Size, str, torch.Size | None]]) -> s
     """
     return {
         key
-        for whole, key, shape in kept
-        if shape is not None and shape.numel() == 1 and whole.numel() > 1
+        for full, key, shape in kept
+        if shape is not None and shape.numel() == 1 and full.numel() > 1
     }
 
 
 def check_state(
-    groups: Groups, param: Tensor, own: Mapping[str, Any], singles: Container[str]
+    groups: Groups, param: Tensor, own: Mapping[str, Any], scalars: Container[str]
 ) -> None:
     """Check that state with one element per parameter element is placed like the parameter.
 
@@ -79,11 +79,11 @@ def check_state(
         if not isinstance(value, Tensor):
             continue
         is_dtensor = isinstance(value, DTensor)
-        looks_cut = is_cut(key, value.shape, param.shape, singles, is_dtensor=is_dtensor)
+        looks_cut = is_cut(key, value.shape, param.shape, scalars, is_dtensor=is_dtensor)
         if looks_cut and not (value.shape == param.shape and is_placed_like(param, value)):
             raise ConfigError(
                 f"{label_of(groups, param)}: its state {key!r} is a {_describe(value)}, the "
-                f"parameter a {_describe(param)}; state that was saved whole or cut otherwise is "
+                f"parameter a {_describe(param)}; state that was saved in full or cut otherwise is "
                 "loaded with set_optimizer_state_dict of torch.distributed.checkpoint.state_dict"
             )
 
@@ -96,17 +96,19 @@ def _describe(tensor: Tensor) -> str:
     return f"{'DTensor' if placed else 'plain tensor'} of shape {tuple(tensor.shape)}{placed}"
 
 
-def ages_of(params: Sequence[Tensor], state: StateOf, singles: Container[str]) -> list[Hashable]:
-    """Return the age of each parameter; parameters share state only if their ages are equal.
+def state_keys_of(
+    params: Sequence[Tensor], state: StateOf, scalars: Container[str]
+) -> list[Hashable]:
+    """Return the state key of each parameter; a run has parameters of one key.
 
-    An age holds the value of all state that is not cut, and name, dtype and device of cut tensors.
+    A key has the value of all state that is not cut, and name, dtype and device of cut tensors.
     """
     owns = [state.get(param, {}) for param in params]
     values = _values_of(
         value
         for param, own in zip(params, owns, strict=True)
         for key, value in own.items()
-        if isinstance(value, Tensor) and not is_cut_tensor(param, key, value, singles)
+        if isinstance(value, Tensor) and not is_cut_tensor(param, key, value, scalars)
     )
     return [tuple((key, _trait(value, values)) for key, value in own.items()) for own in owns]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import UnsupportedError
-from fullshard.optim.flat.plan import Candidate, Freedom, Lineup, align, gradients, line_up
-from fullshard.optim.flat.scalars import ages_of, check_state
-from fullshard.optim.flat.segment import Run
+from fullshard.optim.flat.plan import Candidate, StepPlan, Tolerance, align, gradients, plan_runs
+from fullshard.optim.flat.run import Run
+from fullshard.optim.flat.scalars import check_state, state_keys_of
 from fullshard.optim.host import Stream, hosted
 from fullshard.optim.inner import Groups, Inner, label_of, numbered
 from fullshard.tensors import local_part
@@ -22,7 +22,7 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class Stepper:
-    """The driver of a ``ShardedOptimizer``: finds runs, lends memory, steps, and shows state.
+    """The driver of a ``ShardedOptimizer``: finds runs, binds memory, steps, shows state.
 
     While parameters, gradients and state stay in the same memory, a step checks parameters only in
     passes over lists. Otherwise the runs are recomputed; parameters that change from one run to
@@ -34,13 +34,13 @@ class Stepper:
         self._inner = inner
         self._fractions = fractions
         self._stream = Stream(inner)
-        self._lineup: Lineup | None = None
+        self._plan: StepPlan | None = None
         self._run_of: dict[Tensor, Run] = {}  # the run that holds each parameter's state
 
     @property
     def num_runs(self) -> int:
         """Number of runs, each one tensor, in the last step."""
-        return len(self._lineup.runs) if self._lineup else 0
+        return len(self._plan.runs) if self._plan else 0
 
     def wait(self) -> None:
         """Block the host until state in its memory is that of the last step."""
@@ -56,8 +56,8 @@ class Stepper:
             chosen = [(n, p) for n, p in chosen if not local_part(p).is_meta]
             self._find_runs(groups, chosen, [None] * len(chosen), state)
 
-    def line_up(self, groups: Groups, state: State) -> Lineup:
-        """Return the runs of all parameters that have gradients, with memory lent to them.
+    def plan(self, groups: Groups, state: State) -> StepPlan:
+        """Return the runs of all parameters that have gradients, with memory bound to them.
 
         Args:
             groups: the user's ``param_groups``.
@@ -68,30 +68,30 @@ class Stepper:
         """
         params = list(chain.from_iterable(map(itemgetter("params"), groups)))
         grads = gradients(params)
-        lineup = self._lineup
+        plan = self._plan
         if (
-            lineup
-            and lineup.stands(groups, params, grads)
-            and all(run.is_untouched(state) for run in lineup.runs)
-            and _lend(lineup, grads)
+            plan
+            and plan.is_valid(groups, params, grads)
+            and all(run.is_untouched(state) for run in plan.runs)
+            and _bind(plan, grads)
         ):
-            return lineup
-        self._lineup = None
-        return self._new_lineup(groups, grads, state)
+            return plan
+        self._plan = None
+        return self._new_plan(groups, grads, state)
 
     def step(
         self,
-        lineup: Lineup,
+        plan: StepPlan,
         groups: Groups,
         state: State,
         amp: Mapping[str, Tensor],
         *,
         was_loaded: bool,
     ) -> None:
-        """Step the runs of ``lineup``, and take back what was lent to them.
+        """Step the runs of ``plan``, and release their memory.
 
         Args:
-            lineup: what ``line_up`` has returned.
+            plan: what ``plan`` has returned.
             groups: the user's ``param_groups``.
             state: the user's ``state``; it shows the state of the runs afterwards.
             amp: see ``Inner.step``.
@@ -101,30 +101,30 @@ class Stepper:
             if was_loaded:
                 self._inner.read_again()
             self._inner.step(groups, amp, self._stream.turns(groups))
-            self._show(lineup.runs, groups, state)
+            self._show(plan.runs, groups, state)
         finally:
             self._stream.leave()
-            for run in lineup.runs:
-                run.take_back()
-        self._lineup = lineup
-        torch.autograd.graph.increment_version(lineup.exposed)
+            for run in plan.runs:
+                run.release()
+        self._plan = plan
+        torch.autograd.graph.increment_version(plan.exposed)
 
-    def _new_lineup(self, groups: Groups, grads: list[Tensor | None], state: State) -> Lineup:
-        """Return a lineup for these gradients, with memory lent to its runs."""
+    def _new_plan(self, groups: Groups, grads: list[Tensor | None], state: State) -> StepPlan:
+        """Return a plan for these gradients, with memory bound to its runs."""
         align([param for _, param in numbered(groups)], grads)
         pairs = zip(numbered(groups), grads, strict=True)
         chosen = [(member, grad) for member, grad in pairs if grad is not None]
         members, its_grads = [member for member, _ in chosen], [grad for _, grad in chosen]
-        runs, freedom = self._find_runs(groups, members, its_grads, state)
+        runs, tolerance = self._find_runs(groups, members, its_grads, state)
         group_of = {id(param): number for (number, param), _ in chosen}
         by_group: list[list[Run]] = [[] for _ in groups]
         for run in runs:
             by_group[group_of[id(run.params[0])]].append(run)
         self._stream.set_runs(groups, by_group)
-        lineup = Lineup(groups, grads, runs, freedom)
-        found = _lend(lineup, grads)
+        plan = StepPlan(groups, grads, runs, tolerance)
+        found = _bind(plan, grads)
         assert found, "a run that was just found lies nowhere"
-        return lineup
+        return plan
 
     def _find_runs(
         self,
@@ -132,22 +132,22 @@ class Stepper:
         members: Sequence[tuple[int, Tensor]],
         grads: Sequence[Tensor | None],
         state: State,
-    ) -> tuple[list[Run], Freedom]:
-        """Return the runs of these parameters, with their state in place; see ``line_up``."""
+    ) -> tuple[list[Run], Tolerance]:
+        """Return the runs of these parameters, with their state in place; see ``plan``."""
         self.wait()
         params = [param for _, param in members]
         for param in params:
             _check_class(groups, param)
-            check_state(groups, param, state.get(param, {}), self._inner.singles)
-        ages = ages_of(params, state, self._inner.singles)
-        facts = zip(members, grads, ages, self._places(groups, params), strict=True)
-        runs, freedom = line_up(
-            [Candidate.of(p, grad, group, age, at) for (group, p), grad, age, at in facts]
+            check_state(groups, param, state.get(param, {}), self._inner.scalars)
+        state_keys = state_keys_of(params, state, self._inner.scalars)
+        facts = zip(members, grads, state_keys, self._places(groups, params), strict=True)
+        runs, tolerance = plan_runs(
+            [Candidate.of(p, grad, group, key, at) for (group, p), grad, key, at in facts]
         )
         runs = [self._known(run, state) or run for run in runs]
         new = [run for run in runs if run is not self._run_of.get(run.params[0])]
         self._settle(new, groups, state)
-        return runs, freedom
+        return runs, tolerance
 
     def _places(self, groups: Groups, params: Sequence[Tensor]) -> list[bool | None]:
         """Return for each parameter whether its state is on the host; None: wherever it is."""
@@ -168,7 +168,7 @@ class Stepper:
             flats.setdefault(run.on_host, set()).update(map(id, run.flats))
         options = {id(param): groups[number] for number, param in numbered(groups)}
         for run in new:
-            values = run.read(state, flats.get(run.on_host, ()), self._inner.singles)
+            values = run.read(state, flats.get(run.on_host, ()), self._inner.scalars)
             if not values and self._inner.is_eager:
                 values = self._first_state(run, options[id(run.params[0])])
                 values = self._stream.to_host(run, values) if run.on_host else values
@@ -181,11 +181,11 @@ class Stepper:
     def _first_state(self, run: Run, group: dict[str, Any]) -> dict[str, Any]:
         memory = run.memory(local_part(run.params[0]))
         assert memory is not None
-        run.lend(memory, None)
+        run.bind(memory, None)
         try:
             return self._inner.first_state(run, group)
         finally:
-            run.take_back()
+            run.release()
 
     def _show(self, runs: Sequence[Run], groups: Groups, state: State) -> None:
         kept = [(run, values) for run in runs if (values := self._inner.state_of(run)) is not None]
@@ -195,22 +195,22 @@ class Stepper:
             for param in (param for _, param in numbered(groups) if param in new):
                 state[param] = {}
         for run, values in kept:
-            run.show(values, state, self._inner.singles)
+            run.show(values, state, self._inner.scalars)
 
 
-def _lend(lineup: Lineup, grads: Sequence[Tensor | None]) -> bool:
-    """Lend all runs their memory; return False and lend none if memory of one is not found."""
-    lent: list[Run] = []
-    for run, first in zip(lineup.runs, lineup.firsts, strict=True):
+def _bind(plan: StepPlan, grads: Sequence[Tensor | None]) -> bool:
+    """Bind memory to all runs; if one run's memory is not found, bind none and return False."""
+    bound: list[Run] = []
+    for run, first in zip(plan.runs, plan.firsts, strict=True):
         grad = grads[first]
         assert grad is not None
         memory, grad_memory = run.memory(local_part(run.params[0])), run.memory(local_part(grad))
         if memory is None or grad_memory is None:
-            for other in lent:
-                other.take_back()
+            for other in bound:
+                other.release()
             return False
-        run.lend(memory, grad_memory)
-        lent.append(run)
+        run.bind(memory, grad_memory)
+        bound.append(run)
     return True
 
 

@@ -1,4 +1,4 @@
-"""Muon on whole matrices, as one optimizer for matrices of any shapes."""
+"""Muon on full matrices, as one optimizer for matrices of any shapes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 NS_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-class WholeMuon(Optimizer):
+class FullMuon(Optimizer):
     """Muon, with the arithmetic of ``torch.optim.Muon`` and its state, ``momentum_buffer``.
 
     Matrices of one shape are orthogonalised together. A parameter of more than two dims is a
     matrix of its first dim by all others, like the weights of a convolution, or, by the option
     ``stacked`` of its group, a stack of such matrices, like the weights of experts.
 
-    This class sees whole tensors: on sharded parameters, it is what ``OwnedOptimizer`` runs.
+    This class sees full tensors: on sharded parameters, it is what ``OwnedOptimizer`` runs.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class WholeMuon(Optimizer):
 
 
 def matrices_of(tensor: Tensor, stacked: int) -> list[Tensor]:
-    """Return the matrices that ``tensor`` stands for, views of it where that can be.
+    """Return the matrices of which ``tensor`` is made, views of it where that can be.
 
     >>> [tuple(one.shape) for one in matrices_of(torch.zeros(3, 4, 5), stacked=1)]
     [(4, 5), (4, 5), (4, 5)]
@@ -160,7 +160,7 @@ def check_options(options: dict[str, Any]) -> None:
             raise ConfigError(f"Muon({name}={options[name]}): expected 0 or more")
     steps, coefficients = options["ns_steps"], options["ns_coefficients"]
     if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
-        raise ConfigError(f"Muon(ns_steps={steps!r}): expected a whole number from 0 to 99")
+        raise ConfigError(f"Muon(ns_steps={steps!r}): expected an integer from 0 to 99")
     if len(coefficients) != 3:
         raise ConfigError(f"Muon(ns_coefficients={coefficients!r}): expected three numbers")
     for name, known in (("adjust_lr_fn", (None, *SCALES)), ("ns_dtype", NS_DTYPES)):

@@ -17,7 +17,7 @@ _MOST_NUMEL = 1 << 27
 
 _TRIED_NUMEL, _MOST_TRIALS = 1 << 20, 512
 """A trial compares so many elements of a square product, in so many rounds at most: CPUs were seen
-to round one of a hundred thousand otherwise, which a single small matrix would rarely show."""
+to round one of a hundred thousand otherwise, which one small matrix would rarely show."""
 
 _rounds_alike: dict[Hashable, bool] = {}
 
@@ -48,13 +48,13 @@ def orthogonalise(
             would be alone, so that results do not depend on how many there are.
     """
     polynomial = (coefficients, steps, eps)
-    whole: list[Tensor] = []
+    results: list[Tensor] = []
     for some in _portions(matrices):
         alike = batched
         if alike is None:
             alike = len(some) > 1 and _round_alike(some, polynomial, dtype)
-        whole += _together(some, polynomial, dtype) if alike else _alone(some, polynomial, dtype)
-    return whole
+        results += _together(some, polynomial, dtype) if alike else _alone(some, polynomial, dtype)
+    return results
 
 
 _Polynomial = tuple[Coefficients, int, float]
@@ -85,7 +85,7 @@ def _iterated(wide: Tensor, polynomial: _Polynomial, *, is_tall: bool) -> Tensor
     """Return the result for one matrix or a stack of them, which is overwritten."""
     (a, b, c), steps, eps = polynomial
     product: Callable[..., Tensor] = torch.addmm if wide.dim() == 2 else torch.baddbmm
-    # Norms one by one: a norm is a single number, whose last bit no trial would show.
+    # Norms one by one: a norm is one number, whose last bit no trial would show.
     many = wide if wide.dim() == 3 else wide[None]
     norms = torch.stack([one.norm() for one in many]).view(*wide.shape[:-2], 1, 1)
     wide.div_(norms.clamp(min=eps))
@@ -116,8 +116,8 @@ def _are_alike(
     like: Tensor, seeds: Sequence[int], polynomial: _Polynomial, dtype: torch.dtype
 ) -> bool:
     given = [_numbers(like.shape, seed, like) for seed in seeds]
-    many, single = _together(given, polynomial, dtype), _alone(given, polynomial, dtype)
-    return all(map(torch.equal, many, single))
+    many, alone = _together(given, polynomial, dtype), _alone(given, polynomial, dtype)
+    return all(map(torch.equal, many, alone))
 
 
 def _numbers(shape: Sequence[int], seed: int, like: Tensor) -> Tensor:

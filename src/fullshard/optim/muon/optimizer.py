@@ -15,7 +15,7 @@ from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.optim.flat import ShardedOptimizer
 from fullshard.optim.host import refuse_fraction
 from fullshard.optim.inner import label_of, numbered
-from fullshard.optim.muon.full import WholeMuon, check_options
+from fullshard.optim.muon.full import FullMuon, check_options
 from fullshard.optim.muon.newton_schulz import COEFFICIENTS, Coefficients
 from fullshard.optim.muon.rule import (
     ADAMW,
@@ -33,7 +33,7 @@ Part = OwnedOptimizer | ShardedOptimizer
 
 
 class Muon(Optimizer):
-    """An optimizer for a whole model: Muon for its matrices, AdamW for all other parameters.
+    """An optimizer for a model: Muon for its matrices, AdamW for all other parameters.
 
     Usage is that of any optimizer, but it is given the model, sharded or not::
 
@@ -41,7 +41,7 @@ class Muon(Optimizer):
         print(optimizer.rule)  # which parameter is stepped by what, and why
 
     Results are those of ``torch.optim.Muon`` and ``torch.optim.AdamW`` on the unsharded model.
-    Matrices are stepped whole, each by one rank, see ``OwnedOptimizer``; the others in the ranks'
+    Full matrices are stepped, each by one rank, see ``OwnedOptimizer``; the others in the ranks'
     shards, see ``ShardedOptimizer``. There are parameter groups of both kinds, told apart by
     ``group["algorithm"]``, so schedulers scale both learning rates.
 
@@ -97,7 +97,7 @@ class Muon(Optimizer):
             ConfigError: an option or an answer of ``rule`` cannot work; nothing can be trained.
             ArgumentTypeError: ``model`` is not a module.
             UnsupportedError: ``rule`` chose Muon for a parameter that is no matrix, or parameters
-                are joined to flat ones (``use_orig_params=False``).
+                are parts of flat ones (``use_orig_params=False``).
         """
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(
@@ -140,10 +140,10 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        whole: Optimizer = self
+        outer: Optimizer = self
         for part in self._parts.values():
-            part.step_within(whole)
-            whole = part  # what the other part refuses comes when matrices were stepped
+            part.step_within(outer)
+            outer = part  # what the other part refuses comes when matrices were stepped
         return loss
 
     def state_like(self, param: Tensor, key: str, shape: Sequence[int]) -> DTensor | None:
@@ -208,7 +208,7 @@ class Muon(Optimizer):
         if algorithm == ADAMW:
             return ShardedOptimizer([group], AdamW, **self._adamw)
         return OwnedOptimizer(
-            [group], WholeMuon, blocks=_Blocks(self.rule), independent=True, **self._options
+            [group], FullMuon, blocks=_Blocks(self.rule), independent=True, **self._options
         )
 
     def _share_state(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from fullshard._torch import nn as _nn
 from fullshard.errors import ConfigError
 from fullshard.optim.muon.full import not_a_matrix
-from fullshard.optim.owned import spread_param_of
+from fullshard.optim.owned import placement_of
 from fullshard.tensors.form import clean_name
 
 MUON, ADAMW = "muon", "adamw"
@@ -25,9 +25,9 @@ class ParamInfo:
 
     Attributes:
         param: the parameter; of a sharded model, a rank's part of it.
-        shape: of the whole parameter.
+        shape: of the full parameter.
         names: all names of the parameter, of which a tied one has several.
-        modules: the modules in which it stands, one for each name.
+        modules: the modules that have it, one for each name.
         vocabularies: the numbers of rows of all embeddings of the model.
     """
 
@@ -55,7 +55,7 @@ class ParamChoice:
 
     Attributes:
         names: of the parameter; a tied one has several.
-        shape: of the whole parameter.
+        shape: of the full parameter.
         algorithm: ``"muon"`` or ``"adamw"``.
         why: the reason, in words.
         blocks: the parts that are stepped as parameters of their own: ``"each"`` index of the first
@@ -152,8 +152,8 @@ def _infos(model: nn.Module) -> Iterator[ParamInfo]:
             places.setdefault(id(param), []).append((name, module))
     for key, param in params.items():
         names, modules = zip(*places[key], strict=True)
-        spread = spread_param_of(param, f"Muon: parameter {names[0]!r}")
-        shape = tuple(param.shape) if spread is None else spread[0].shape
+        placed = placement_of(param, f"Muon: parameter {names[0]!r}")
+        shape = tuple(param.shape) if placed is None else placed[0].shape
         yield ParamInfo(param, shape, names, modules, frozenset(vocabularies))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fullshard.optim.owned.assign import spread_param_of
+from fullshard.optim.owned.assign import placement_of
 from fullshard.optim.owned.optimizer import OwnedOptimizer
 
 __all__ = [
     "OwnedOptimizer",
-    "spread_param_of",
+    "placement_of",
 ]

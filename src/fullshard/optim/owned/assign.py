@@ -40,22 +40,22 @@ class OwnedBlock(NamedTuple):
         param: number of the parameter.
         shape: shape of the tensor.
         start: the parameter's elements before it, in row-major order.
-        grain: of a piece, the elements of a multiple of which it begins; else 0.
+        block_size: of a piece, the elements of a multiple of which it begins; else 0.
     """
 
     param: int
     shape: Shape
     start: int = 0
-    grain: int = 0
+    block_size: int = 0
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def region(self, whole: Shape) -> Region:
-        """Return its elements in a parameter of shape ``whole``."""
-        return all_of(whole).part(self.start, self.start + self.numel)
+    def region(self, full: Shape) -> Region:
+        """Return its elements in a parameter of shape ``full``."""
+        return all_of(full).part(self.start, self.start + self.numel)
 
 
 def newton_schulz_flops(shape: Shape) -> float:
@@ -100,7 +100,7 @@ def blocks_of(param: int, name: str, shape: Shape, rule: Rule | None) -> list[Ow
     )
 
 
-def grain_of(name: str, shape: Shape, rule: Rule | None) -> int:
+def block_size_of(name: str, shape: Shape, rule: Rule | None) -> int:
     """Return the number of elements that the rule returns, 0 if it says something else."""
     wanted = _wanted(name, shape, rule)
     return wanted if _is_count(wanted) else 0
@@ -115,18 +115,18 @@ def _is_count(wanted: object) -> TypeGuard[int]:
 
 
 def pieces_of(
-    param: int, shape: Shape, holdings: Sequence[tuple[int, Interval]], grain: int
+    param: int, shape: Shape, holdings: Sequence[tuple[int, Interval]], block_size: int
 ) -> tuple[list[OwnedBlock], list[int]] | None:
     """Return the pieces of a parameter and their owners, the ranks that hold (most of) them.
 
-    Each cut is moved to the nearest multiple of ``grain`` elements. What no cut is left in is a
-    matrix, at the rank that holds (most of) it.
+    Each cut is moved to the nearest multiple of ``block_size`` elements. A parameter left with no
+    cut is a full matrix, stepped by the rank that holds (most of) it.
 
     Args:
         param: number of the parameter.
         shape: its shape.
         holdings: ranks that together hold one copy of it, each with the elements that it holds.
-        grain: a number of elements.
+        block_size: a number of elements.
 
     Returns:
         None if it is empty, or ranks hold elements in another order than theirs.
@@ -136,12 +136,12 @@ def pieces_of(
     ranks = [rank for rank, _ in held]
     if not held or ranks != sorted(ranks) or sum(one.length for _, one in held) != numel:
         return None
-    cuts = [(one.start + grain // 2) // grain * grain for _, one in held] + [numel]
+    cuts = [(one.start + block_size // 2) // block_size * block_size for _, one in held] + [numel]
     lengths = [min(stop, numel) - start for start, stop in itertools.pairwise(cuts)]
     found = [one for one in zip(cuts, lengths, ranks, strict=False) if one[1] > 0]
     if len(found) == 1:
         return [OwnedBlock(param, shape)], [found[0][2]]
-    blocks = [OwnedBlock(param, (length,), start, grain) for start, length, _ in found]
+    blocks = [OwnedBlock(param, (length,), start, block_size) for start, length, _ in found]
     return blocks, [rank for _, _, rank in found]
 
 
@@ -157,12 +157,12 @@ class Matrix(NamedTuple):
     Attributes:
         param: number of the parameter of which it is a block.
         cost: of one step, in any unit.
-        homes: ranks that hold all of it, one in each copy of the parameter.
+        holders: ranks that hold all of it, one in each copy of the parameter.
     """
 
     param: int
     cost: float
-    homes: tuple[int, ...] = ()
+    holders: tuple[int, ...] = ()
 
 
 def owners_of(
@@ -171,7 +171,7 @@ def owners_of(
     """Return the rank that owns each matrix; a function of its arguments, equal on all ranks.
 
     Costly matrices first, each goes to the rank with the least to do. A matrix that a rank holds
-    whole stays there, so that nothing travels, unless that rank had more than ``SLACK`` times the
+    in full stays there, so that nothing travels, unless that rank had more than ``SLACK`` times the
     least largest load that any choice could reach. Blocks of one parameter are given to its owners
     in the order of ranks, so that each rank owns an interval of the parameter.
 
@@ -190,8 +190,8 @@ def owners_of(
     idlest = [(own, rank) for rank, own in enumerate(load)]
     heapq.heapify(idlest)
     for at in order:
-        cost, homes = matrices[at].cost, matrices[at].homes
-        rank = min(homes, key=lambda home: (load[home], home), default=-1)
+        cost, holders = matrices[at].cost, matrices[at].holders
+        rank = min(holders, key=lambda holder: (load[holder], holder), default=-1)
         if rank < 0 or load[rank] + cost > limit:
             while idlest[0][0] < load[idlest[0][1]]:  # has got a matrix since
                 heapq.heapreplace(idlest, (load[idlest[0][1]], idlest[0][1]))
@@ -232,24 +232,24 @@ def rounds_of(
     return rounds
 
 
-class SpreadParam(NamedTuple):
+class ParamPlacement(NamedTuple):
     """A parameter of which ranks hold parts, or copies."""
 
     shape: tuple[int, ...]
     placements: tuple[Placement, ...]
 
 
-def spread_or_plain(param: Tensor, label: str) -> tuple[SpreadParam, DeviceMesh | None]:
-    """Return where ``param`` lies; on no mesh, whole, if it is a plain tensor.
+def placement_or_plain(param: Tensor, label: str) -> tuple[ParamPlacement, DeviceMesh | None]:
+    """Return where ``param`` lies; a plain tensor lies on no mesh.
 
-    Args and errors are those of ``spread_param_of``.
+    Args and errors are those of ``placement_of``.
     """
     if param.layout is not torch.strided:
         raise UnsupportedError(f"{label} is {param.layout}; expected a dense tensor")
-    return spread_param_of(param, label) or (SpreadParam(tuple(param.shape), ()), None)
+    return placement_of(param, label) or (ParamPlacement(tuple(param.shape), ()), None)
 
 
-def spread_param_of(param: Tensor, label: str) -> tuple[SpreadParam, DeviceMesh] | None:
+def placement_of(param: Tensor, label: str) -> tuple[ParamPlacement, DeviceMesh] | None:
     """Return where ``param`` lies, and on which mesh; None for a plain tensor.
 
     Args:
@@ -265,17 +265,17 @@ def spread_param_of(param: Tensor, label: str) -> tuple[SpreadParam, DeviceMesh]
                 f"{label} is placed as {param.placements}: redistribute it first, its elements are "
                 "not known before they are reduced"
             )
-        return SpreadParam(tuple(param.shape), tuple(param.placements)), param.device_mesh
+        return ParamPlacement(tuple(param.shape), tuple(param.placements)), param.device_mesh
     pieces = placed_pieces_of(param)
     if not pieces:
         return None
-    (piece, *others), whole = pieces, pieces[0].whole
-    if whole is None or others:
+    (piece, *others), full = pieces, pieces[0].whole
+    if full is None or others:
         raise UnsupportedError(
             f"{label} is a flat parameter, one long vector of {len(pieces)} parameter(s), in which "
             "no matrix can be seen: give FullyShardedDataParallel use_orig_params=True"
         )
-    return SpreadParam(tuple(whole), tuple(piece.place.placements)), piece.place.mesh
+    return ParamPlacement(tuple(full), tuple(piece.place.placements)), piece.place.mesh
 
 
 class Ranks:
@@ -293,9 +293,9 @@ class Ranks:
         self.numbers: list[int] = sorted(order)
         at = {rank: index for index, rank in enumerate(order)}
         self._coordinates = [self._coordinate(at[rank]) for rank in self.numbers]
-        self._regions: dict[tuple[SpreadParam, tuple[int, ...]], Region] = {}
-        self._holdings: dict[SpreadParam, list[list[tuple[int, Interval]]]] = {}
-        self._homes: dict[tuple[object, ...], tuple[int, ...]] = {}  # layers are alike
+        self._regions: dict[tuple[ParamPlacement, tuple[int, ...]], Region] = {}
+        self._holdings: dict[ParamPlacement, list[list[tuple[int, Interval]]]] = {}
+        self._holders: dict[tuple[object, ...], tuple[int, ...]] = {}  # layers are alike
 
     @property
     def is_alone(self) -> bool:
@@ -314,7 +314,7 @@ class Ranks:
         """Index of this rank."""
         return self._coordinates.index(() if self._mesh is None else coordinate_in(self._mesh))
 
-    def region(self, param: SpreadParam, index: int) -> Region:
+    def region(self, param: ParamPlacement, index: int) -> Region:
         """Return what the rank with this index holds of a parameter."""
         at = self._coordinates[index]
         cuts = [not isinstance(one, Replicate) for one in param.placements]
@@ -323,29 +323,29 @@ class Ranks:
             self._regions[key] = region_of(param.shape, param.placements, self._shape, at)
         return self._regions[key]
 
-    def shares_copy(self, param: SpreadParam, one: int, other: int) -> bool:
+    def shares_copy(self, param: ParamPlacement, one: int, other: int) -> bool:
         """Return whether two ranks, by index, hold parts of the same copy of a parameter."""
         a, b = self._coordinates[one], self._coordinates[other]
         pairs = zip(param.placements, a, b, strict=True)
         return all(mine == its for kind, mine, its in pairs if isinstance(kind, Replicate))
 
-    def num_copies(self, param: SpreadParam) -> int:
+    def num_copies(self, param: ParamPlacement) -> int:
         """Return how many ranks hold the same elements."""
         pairs = zip(param.placements, self._shape, strict=True)
         return math.prod(size for kind, size in pairs if isinstance(kind, Replicate))
 
-    def homes(self, param: SpreadParam, block: OwnedBlock) -> tuple[int, ...]:
+    def holders(self, param: ParamPlacement, block: OwnedBlock) -> tuple[int, ...]:
         """Return the indices of the ranks that hold all of a block."""
         key = (param, block.start, block.numel)
-        if key not in self._homes:
-            self._homes[key] = tuple(
+        if key not in self._holders:
+            self._holders[key] = tuple(
                 index
                 for index in range(len(self.numbers))
                 if _is_all(self.region(param, index), block, param.shape)
             )
-        return self._homes[key]
+        return self._holders[key]
 
-    def holdings(self, param: SpreadParam) -> list[list[tuple[int, Interval]]]:
+    def holdings(self, param: ParamPlacement) -> list[list[tuple[int, Interval]]]:
         """Return for each copy of a parameter which rank, by index, holds which elements.
 
         None of them if what a rank holds has gaps.
@@ -382,7 +382,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_on(
-    ranks: Ranks, params: Iterable[tuple[str, SpreadParam]], rule: Rule | None
+    ranks: Ranks, params: Iterable[tuple[str, ParamPlacement]], rule: Rule | None
 ) -> dict[int, Pieces]:
     """Return, by number, the parameters of which ranks step the pieces that they hold.
 
@@ -395,10 +395,10 @@ def pieces_on(
     """
     found: dict[int, Pieces] = {}
     load = [0] * len(ranks.numbers)
-    for number, (name, spread) in enumerate(params):
-        grain = grain_of(name, spread.shape, rule)
-        copies = ranks.holdings(spread) if grain and not ranks.is_alone else []
-        cut = (pieces_of(number, spread.shape, copy, grain) for copy in copies)
+    for number, (name, placed) in enumerate(params):
+        block_size = block_size_of(name, placed.shape, rule)
+        copies = ranks.holdings(placed) if block_size and not ranks.is_alone else []
+        cut = (pieces_of(number, placed.shape, copy, block_size) for copy in copies)
         choices = [Pieces(*one) for one in cut if one is not None]
         if choices:
             own = min(choices, key=lambda one: sum(map(load.__getitem__, one.owners)))
@@ -408,8 +408,8 @@ def pieces_on(
     return found
 
 
-def _is_all(region: Region, block: OwnedBlock, whole: Sequence[int]) -> bool:
+def _is_all(region: Region, block: OwnedBlock, full: Sequence[int]) -> bool:
     if region.numel < block.numel:
         return False
-    overlaps = region.stretches(block.region(tuple(whole)))
+    overlaps = region.stretches(block.region(tuple(full)))
     return sum(one.numel for one in overlaps) == block.numel

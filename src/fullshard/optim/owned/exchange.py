@@ -1,9 +1,9 @@
 """Bring the parts of matrices to their owners, and what owners made of them back; packed.
 
-    rank 0   w w . . | b        one all-to-all       rank 0   w w w w        whole, at the owner
+    rank 0   w w . . | b        one all-to-all       rank 0   w w w w        full, at the owner
     rank 1   . . w w | . b b    ------------->       rank 1            b b b
 
-What a rank keeps of its own does not travel: it is copied, or, if it is the whole matrix, used in
+What a rank keeps of its own does not travel: it is copied, or, if it is the full matrix, used in
 place. Each way is one exchange of bytes for all dtypes; both ends compute the same order.
 """
 
@@ -51,12 +51,12 @@ def _view(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: 
 
 
 def parts_of(
-    region: Region, whole: tuple[int, ...], param: int, number: int, block: OwnedBlock
+    region: Region, full: tuple[int, ...], param: int, number: int, block: OwnedBlock
 ) -> list[BlockPart]:
     """Return what ``region`` of parameter number ``param`` has of block ``number``."""
     if not region.numel or not block.numel:
         return []
-    return [BlockPart(param, number, one) for one in region.stretches(block.region(whole))]
+    return [BlockPart(param, number, one) for one in region.stretches(block.region(full))]
 
 
 class Peers(NamedTuple):
@@ -74,7 +74,7 @@ class Peers(NamedTuple):
 
 
 def to_owners(
-    peers: Peers, locals_now: Sequence[Sequence[Tensor]], wholes: Sequence[Sequence[Tensor]]
+    peers: Peers, locals_now: Sequence[Sequence[Tensor]], blocks: Sequence[Sequence[Tensor]]
 ) -> None:
     """Fill the blocks that this rank owns.
 
@@ -82,7 +82,7 @@ def to_owners(
         peers: who sends what.
         locals_now: one sequence of contiguous local tensors, by parameter, for each kind of tensor,
             such as gradients.
-        wholes: the same of contiguous blocks; only those that this rank owns are used.
+        blocks: the same of contiguous blocks; only those that this rank owns are used.
     """
     sent = [
         [part.of_local(own[part.param]) for own in locals_now for part in parts]
@@ -90,15 +90,15 @@ def to_owners(
     ]
     device = locals_now[0][0].device
     taken = [
-        [part.of_block(own[part.block]) for own in wholes for part in parts]
+        [part.of_block(own[part.block]) for own in blocks for part in parts]
         for parts in peers.owned
     ]
     _exchange(peers.group, sent, taken, device)
 
 
-def to_holders(peers: Peers, wholes: Sequence[Tensor], locals_now: Sequence[Tensor]) -> None:
+def to_holders(peers: Peers, blocks: Sequence[Tensor], locals_now: Sequence[Tensor]) -> None:
     """Write the blocks to the local tensors of all ranks; the inverse of ``to_owners``."""
-    sent = [[part.of_block(wholes[part.block]) for part in parts] for parts in peers.owned]
+    sent = [[part.of_block(blocks[part.block]) for part in parts] for parts in peers.owned]
     taken = [[part.of_local(locals_now[part.param]) for part in parts] for parts in peers.held]
     _exchange(peers.group, sent, taken, locals_now[0].device)
 

@@ -1,4 +1,4 @@
-"""``OwnedOptimizer``: any optimizer for sharded parameters, on whole tensors at one owner each."""
+"""``OwnedOptimizer``: any optimizer for sharded parameters, on full tensors at one owner each."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fullshard.optim.owned.assign import (
     Cost,
     Matrix,
     OwnedBlock,
+    ParamPlacement,
     Ranks,
     Rule,
-    SpreadParam,
+    block_size_of,
     blocks_of,
-    grain_of,
     newton_schulz_flops,
     owners_of,
     pieces_on,
-    spread_or_plain,
+    placement_or_plain,
 )
-from fullshard.optim.owned.rounds import Family, Lent, Round, step_round
+from fullshard.optim.owned.rounds import Bound, Family, Round, step_round
 from fullshard.optim.owned.state import OwnedParam
 from fullshard.optim.probe import (
     SEED,
@@ -42,9 +42,9 @@ from fullshard.optim.probe import (
     Traits,
     Units,
     advance,
-    check_draws,
     check_shapes,
     keep_unchanged,
+    refuse_rng,
     sample,
     traits_of,
     units_of,
@@ -57,7 +57,7 @@ _ROUND_NBYTES = 256 << 20
 
 
 class OwnedOptimizer(Outer):
-    """An optimizer that steps whole tensors with ``optimizer_class``, each on one rank, its owner.
+    """An optimizer that steps full tensors with ``optimizer_class``, each on one rank, its owner.
 
     For classes that look at more than one element, such as ``torch.optim.Muon``, ``Adafactor`` or
     Shampoo. Each step brings the parts of a matrix, gradient and parameter, to its owner in one
@@ -65,7 +65,7 @@ class OwnedOptimizer(Outer):
     ranks that hold them. Results are those of ``optimizer_class`` on the unsharded model, bit for
     bit if the gradients are. No rank does what another does: matrices are given to all ranks of
     their mesh, replicas and tensor-parallel ranks too, so that costs are balanced. A matrix that a
-    rank holds whole stays there as long as the balance allows, and is stepped in place.
+    rank holds in full stays there as long as the balance allows, and is stepped in place.
 
     Parameters travel along with their gradients because owners keep no copy of them, which would
     take the size of the model divided by the number of ranks; whoever writes parameters between
@@ -115,14 +115,14 @@ class OwnedOptimizer(Outer):
             blocks: a rule ``(name, shape) -> None | "each" | numbers of rows | int`` that says
                 which parts of a parameter are matrices of their own: "each" index of the first dim,
                 with one dim less, as experts that are stacked; or so many rows each, as in queries,
-                keys and values. None: the whole parameter. The name is "" if ``params`` have none.
+                keys and values. None: the full parameter. The name is "" if ``params`` have none.
                 An int, from the rule or in its stead: the class steps blocks of so many elements
                 independently, as those with 8-bit states do; each rank steps what it holds, but for
                 blocks of which it holds only a part. Tried on small tensors.
             round_nbytes: a step is done in rounds in each of which an owner gets at most so many
                 bytes of parameters (or one matrix), and as much again of gradients. The class steps
                 once a round.
-            seed: of random numbers that the class draws, as for stochastic rounding. Those of a
+            seed: of random numbers that the class uses, as for stochastic rounding. Those of a
                 tensor depend on the seed, its number and the step only. Such a class needs one.
             independent: True asserts that the class steps each tensor by itself, or each block of
                 elements; None tests the class on small matrices of our own.
@@ -190,7 +190,7 @@ class OwnedOptimizer(Outer):
         """
         self._settle()
         owned = self._owned.get(id(param))
-        return None if owned is None else owned.like(key, shape, self._inner.singles)
+        return None if owned is None else owned.like(key, shape, self._inner.scalars)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as to any optimizer; known parameters keep their owners.
@@ -212,20 +212,20 @@ class OwnedOptimizer(Outer):
             param_group.setdefault(SEED, self._seed)
         super().add_param_group(param_group)
         self._convert_group()
-        self._traits = self._traits.joined(traits)
+        self._traits = self._traits.merged(traits)
 
     def _check_matrices(self, params: Sequence[Any], options: dict[str, Any]) -> None:
         matrices = {}
         for index, item in enumerate(params):
             name, param = item if isinstance(item, tuple) else ("", item)
             label = f"{self._label}: " + (f"parameter {name!r}" if name else f"parameter {index}")
-            spread, _ = spread_or_plain(param, label)
-            grain = grain_of(name, spread.shape, self._blocks)
-            is_cut = grain > 0 and torch.Size(spread.shape).numel() > grain
-            check_draws(self._recipe(options), param.dtype, self._seed, label, is_cut=is_cut)
+            placed, _ = placement_or_plain(param, label)
+            block_size = block_size_of(name, placed.shape, self._blocks)
+            is_cut = block_size > 0 and torch.Size(placed.shape).numel() > block_size
+            refuse_rng(self._recipe(options), param.dtype, self._seed, label, is_cut=is_cut)
             if is_cut:
-                self._units(param, spread.shape, grain, options)
-            for block in blocks_of(0, name, spread.shape, self._blocks):
+                self._units(param, placed.shape, block_size, options)
+            for block in blocks_of(0, name, placed.shape, self._blocks):
                 matrices[label.partition(": ")[2]] = (block.shape, param.dtype)
         check_shapes(self._optimizer_class, self._kwargs, options, matrices)
 
@@ -233,30 +233,30 @@ class OwnedOptimizer(Outer):
 
     def _settle(self) -> None:
         """Give owners to parameters that have none."""
-        new: dict[DeviceMesh | None, list[tuple[int, str, Tensor, SpreadParam]]] = {}
+        new: dict[DeviceMesh | None, list[tuple[int, str, Tensor, ParamPlacement]]] = {}
         for group, name, param in named(self.param_groups):
             known = self._owned.get(id(param))
             if known is not None and known.param is param:
                 known.group = group
                 continue
-            spread, mesh = spread_or_plain(param, label_of(self.param_groups, param))
-            new.setdefault(mesh, []).append((group, name, param, spread))
+            placed, mesh = placement_or_plain(param, label_of(self.param_groups, param))
+            new.setdefault(mesh, []).append((group, name, param, placed))
         largest_first = sorted(new.items(), key=lambda one: -(one[0].size() if one[0] else 0))
         for mesh, params in largest_first:
             self._add_family(Ranks(mesh), params)
         self._tell()
 
     def _add_family(
-        self, ranks: Ranks, params: Sequence[tuple[int, str, Tensor, SpreadParam]]
+        self, ranks: Ranks, params: Sequence[tuple[int, str, Tensor, ParamPlacement]]
     ) -> None:
         blocks: list[list[OwnedBlock]] = [
-            blocks_of(number, name, spread.shape, self._blocks)
-            for number, (_, name, _, spread) in enumerate(params)
+            blocks_of(number, name, placed.shape, self._blocks)
+            for number, (_, name, _, placed) in enumerate(params)
         ]
         pieces = pieces_on(ranks, ((name, own) for _, name, _, own in params), self._blocks)
         matrices = [
-            Matrix(number, float(self._cost(block.shape)), ranks.homes(spread, block))
-            for number, (_, _, _, spread) in enumerate(params)
+            Matrix(number, float(self._cost(block.shape)), ranks.holders(placed, block))
+            for number, (_, _, _, placed) in enumerate(params)
             for block in (() if number in pieces else blocks[number])
         ]
         # Ranks of one mesh must agree, so only loads that all of them know of count.
@@ -273,24 +273,30 @@ class OwnedOptimizer(Outer):
             before = {}
         owners = iter(owners_of(matrices, len(ranks.numbers), before))
         owned: dict[int, OwnedParam] = {}
-        for number, (group, _, param, spread) in enumerate(params):
+        for number, (group, _, param, placed) in enumerate(params):
             if number in pieces:
-                grain = pieces[number].blocks[0].grain
+                block_size = pieces[number].blocks[0].block_size
                 options = self.param_groups[group]
-                units = self._units(param, spread.shape, grain, options) if grain else None
-                owned[id(param)] = OwnedParam(param, group, spread, *pieces[number], ranks, units)
+                units = (
+                    self._units(param, placed.shape, block_size, options) if block_size else None
+                )
+                owned[id(param)] = OwnedParam(param, group, placed, *pieces[number], ranks, units)
                 continue
             own = [next(owners) for _ in blocks[number]]
-            owned[id(param)] = OwnedParam(param, group, spread, blocks[number], own, ranks)
+            owned[id(param)] = OwnedParam(param, group, placed, blocks[number], own, ranks)
         self._owned |= owned
         family = Family(ranks, owned, self._round_nbytes)
         self._families.append(family)
         if not ranks.is_alone:
             self._loads.append((members, family.loads(self._cost)))
 
-    def _units(self, param: Tensor, shape: Shape, grain: int, options: dict[str, Any]) -> Units:
+    def _units(
+        self, param: Tensor, shape: Shape, block_size: int, options: dict[str, Any]
+    ) -> Units:
         vouched = self._is_vouched_for
-        return units_of(self._recipe(options), shape, param.dtype, grain, is_vouched_for=vouched)
+        return units_of(
+            self._recipe(options), shape, param.dtype, block_size, is_vouched_for=vouched
+        )
 
     def _recipe(self, group: dict[str, Any]) -> Recipe:
         return Recipe(self._optimizer_class, self._kwargs, options_of(group))
@@ -336,12 +342,12 @@ class OwnedOptimizer(Outer):
         before = KeptOptions(self.param_groups)
         failures: list[Exception] = []
 
-        def step(one: Round, lent: Lent) -> None:
+        def step(one: Round, bound: Bound) -> None:
             if failures:
                 return
             before.restore()
             try:
-                self._step_round(one, lent, amp)
+                self._step_round(one, bound, amp)
             except Exception as error:  # others wait for what this rank sends
                 failures.append(error)
 
@@ -355,10 +361,10 @@ class OwnedOptimizer(Outer):
             [param for _, param in numbered(self.param_groups) if ready[id(param)] is not None]
         )
 
-    def _step_round(self, one: Round, lent: Lent, amp: Mapping[str, Tensor]) -> None:
+    def _step_round(self, one: Round, bound: Bound, amp: Mapping[str, Tensor]) -> None:
         step_round(self._inner, self.param_groups, one, amp, counts=self._traits.counts)
         for owned in one.params:
-            owned.refresh(self._inner, lent.addresses, may_change=self._traits.is_late)
+            owned.refresh(self._inner, bound.addresses, may_change=self._traits.is_late)
 
     # state
 
@@ -373,7 +379,7 @@ class OwnedOptimizer(Outer):
     def _refuse(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Refuse state that the class does not make, before any is read."""
         for owned in self._owned.values():
-            owned.refuse(state.get(owned.param, {}), self._inner.singles, self._sample)
+            owned.refuse(state.get(owned.param, {}), self._inner.scalars, self._sample)
 
     def _read(self, owned: OwnedParam) -> None:
         its = self.state.get(owned.param, {})

@@ -11,7 +11,7 @@ from torch import Tensor
 from fullshard.optim.inner import Groups, Inner, KeptOptions, numbered
 from fullshard.optim.owned.assign import Cost, Ranks, rounds_of
 from fullshard.optim.owned.exchange import BlockPart, Peers, parts_of, to_holders, to_owners
-from fullshard.optim.owned.state import OwnedParam, WholeBlock
+from fullshard.optim.owned.state import FullBlock, OwnedParam
 from fullshard.optim.probe import SEED, First, seeded, widened
 from fullshard.tensors import local_part
 
@@ -45,20 +45,20 @@ class Round(NamedTuple):
     sources: Peers | None
     targets: Peers | None
 
-    def wholes(self) -> dict[int, WholeBlock]:
+    def own_blocks(self) -> dict[int, FullBlock]:
         """Return the blocks that this rank owns, by index in ``members``."""
-        return {at: self.members[at].owned.wholes[self.members[at].number] for at in self.mine}
+        return {at: self.members[at].owned.own_blocks[self.members[at].number] for at in self.mine}
 
 
-class Lent(NamedTuple):
+class Bound(NamedTuple):
     """Blocks of a round at their owner, and the addresses of memory that is someone else's."""
 
-    wholes: list[Tensor]
+    blocks: list[Tensor]
     grads: list[Tensor]
     addresses: set[int]
 
 
-Step = Callable[[Round, Lent], None]
+Step = Callable[[Round, Bound], None]
 
 
 class Family:
@@ -122,20 +122,20 @@ class Family:
         in_copy, over_all = _Lists(len(ranks.numbers)), _Lists(len(ranks.numbers))
         mine: list[int] = []
         kept: list[list[BlockPart]] = []
-        travels = spreads = False
+        travels = has_copies = False
         for at, (owned, number) in enumerate(members):
-            owner, spread, block = owned.owners[number], owned.spread, owned.blocks[number]
-            travels |= owner not in ranks.homes(spread, block)
-            spreads |= ranks.num_copies(spread) > 1
+            owner, placed, block = owned.owners[number], owned.placed, owned.blocks[number]
+            travels |= owner not in ranks.holders(placed, block)
+            has_copies |= ranks.num_copies(placed) > 1
             for rank in range(len(ranks.numbers)) if owner == me else (me,):
-                region = ranks.region(spread, rank)
-                found = parts_of(region, spread.shape, number_of[id(owned)], at, block)
+                region = ranks.region(placed, rank)
+                found = parts_of(region, placed.shape, number_of[id(owned)], at, block)
                 if rank == owner:
                     mine.append(at)
                     kept.append(found)
                     continue
                 for lists in (in_copy, over_all):
-                    if lists is over_all or ranks.shares_copy(spread, rank, owner):
+                    if lists is over_all or ranks.shares_copy(placed, rank, owner):
                         if owner == me:
                             lists.owned[rank] += found
                         else:
@@ -146,7 +146,7 @@ class Family:
             mine,
             kept,
             in_copy.peers(ranks) if travels else None,
-            over_all.peers(ranks) if travels or spreads else None,
+            over_all.peers(ranks) if travels or has_copies else None,
         )
 
 
@@ -165,26 +165,26 @@ def _run(one: Round, grads: Mapping[int, Tensor], step: Step) -> None:
     locals_now = [local_part(owned.param).detach() for owned in one.params]
     params = [local.contiguous() for local in locals_now]
     its_grads = [local_part(grads[id(owned)]).detach().contiguous() for owned in one.params]
-    wholes, own_views = _assembled(one, params)
-    whole_grads, _ = _assembled(one, its_grads)
+    blocks, own_views = _assembled(one, params)
+    block_grads, _ = _assembled(one, its_grads)
     if one.sources is not None:
-        to_owners(one.sources, (its_grads, params), (whole_grads, wholes))
-    lent = {local.untyped_storage().data_ptr() for local in (*params, *its_grads, *wholes)}
-    for at, whole in one.wholes().items():
-        whole.lend(wholes[at], whole_grads[at])
+        to_owners(one.sources, (its_grads, params), (block_grads, blocks))
+    bound = {local.untyped_storage().data_ptr() for local in (*params, *its_grads, *blocks)}
+    for at, own in one.own_blocks().items():
+        own.bind(blocks[at], block_grads[at])
     try:
-        step(one, Lent(wholes, whole_grads, lent))
-        for at, whole in one.wholes().items():
-            stepped = whole.tensor.data
-            if stepped.data_ptr() != wholes[at].data_ptr():  # the class gave it other memory
-                wholes[at].copy_(stepped)
+        step(one, Bound(blocks, block_grads, bound))
+        for at, own in one.own_blocks().items():
+            stepped = own.tensor.data
+            if stepped.data_ptr() != blocks[at].data_ptr():  # the class gave it other memory
+                blocks[at].copy_(stepped)
     finally:
-        for whole in one.wholes().values():
-            whole.take_back()
-    del whole_grads
-    _write_kept(one, wholes, params, own_views)
+        for own in one.own_blocks().values():
+            own.release()
+    del block_grads
+    _write_kept(one, blocks, params, own_views)
     if one.targets is not None:
-        to_holders(one.targets, wholes, params)
+        to_holders(one.targets, blocks, params)
     for local, written in zip(locals_now, params, strict=True):
         if written is not local and written.data_ptr() != local.data_ptr():
             local.copy_(written)
@@ -192,7 +192,7 @@ def _run(one: Round, grads: Mapping[int, Tensor], step: Step) -> None:
 
 def _assembled(one: Round, locals_now: Sequence[Tensor]) -> tuple[list[Tensor], set[int]]:
     """Return this rank's blocks with what it holds of them, and which are views of locals."""
-    wholes = [_EMPTY] * len(one.members)
+    blocks = [_EMPTY] * len(one.members)
     number_of = {id(owned): number for number, owned in enumerate(one.params)}
     views: set[int] = set()
     for at, parts in zip(one.mine, one.kept, strict=True):
@@ -201,21 +201,21 @@ def _assembled(one: Round, locals_now: Sequence[Tensor]) -> tuple[list[Tensor], 
         local = locals_now[number_of[id(owned)]]
         if len(parts) == 1 and parts[0].overlap.numel == block.numel and parts[0].overlap.is_flat:
             start = parts[0].overlap.offset
-            wholes[at] = local.view(-1)[start : start + block.numel].view(block.shape)
+            blocks[at] = local.view(-1)[start : start + block.numel].view(block.shape)
             views.add(at)
             continue
-        wholes[at] = local.new_empty(block.shape)
+        blocks[at] = local.new_empty(block.shape)
         for part in parts:
-            part.of_block(wholes[at]).copy_(part.of_local(local))
-    return wholes, views
+            part.of_block(blocks[at]).copy_(part.of_local(local))
+    return blocks, views
 
 
 def _write_kept(
-    one: Round, wholes: Sequence[Tensor], locals_now: Sequence[Tensor], views: set[int]
+    one: Round, blocks: Sequence[Tensor], locals_now: Sequence[Tensor], views: set[int]
 ) -> None:
     for at, parts in zip(one.mine, one.kept, strict=True):
         for part in parts if at not in views else ():
-            part.of_local(locals_now[part.param]).copy_(part.of_block(wholes[at]))
+            part.of_local(locals_now[part.param]).copy_(part.of_block(blocks[at]))
 
 
 def step_round(
@@ -226,18 +226,18 @@ def step_round(
     Args:
         inner: the optimizer.
         groups: the user's groups.
-        one: the round; memory is lent.
+        one: the round; memory is bound.
         amp: see ``Inner.step``.
         counts: step also if there are none, for the class counts in its groups.
     """
-    wholes = one.wholes()
-    alone = [at for at in wholes if SEED in groups[one.members[at].owned.group]]
+    blocks = one.own_blocks()
+    alone = [at for at in blocks if SEED in groups[one.members[at].owned.group]]
     if not alone:
-        if wholes or counts:
-            _step(inner, groups, one, wholes, amp)
+        if blocks or counts:
+            _step(inner, groups, one, blocks, amp)
         return
     before = KeptOptions(groups)
-    together = {at: whole for at, whole in wholes.items() if at not in alone}
+    together = {at: own for at, own in blocks.items() if at not in alone}
     if together:
         _step(inner, groups, one, together, amp)
     number_of = {id(param): at for at, (_, param) in enumerate(numbered(groups))}
@@ -246,34 +246,34 @@ def step_round(
         owned, number = one.members[at]
         seed, device = groups[owned.group][SEED], owned.param.device
         with seeded(seed, number_of[id(owned.param)], number, device):
-            _step(inner, groups, one, {at: wholes[at]}, amp)
+            _step(inner, groups, one, {at: blocks[at]}, amp)
 
 
 def _step(
     inner: Inner,
     groups: Groups,
     one: Round,
-    wholes: Mapping[int, WholeBlock],
+    blocks: Mapping[int, FullBlock],
     amp: Mapping[str, Tensor],
 ) -> None:
     by_group: list[list[Any]] = [[] for _ in groups]
-    for at, whole in wholes.items():
-        by_group[one.members[at].owned.group].append(whole)
+    for at, own in blocks.items():
+        by_group[one.members[at].owned.group].append(own)
     inner.set_runs(groups, by_group)
-    with widened(inner, _first(inner, one, wholes)):
+    with widened(inner, _first(inner, one, blocks)):
         if inner.is_eager:
             for group, its in zip(groups, by_group, strict=True):
-                for whole in its:
-                    if inner.state_of(whole) is None:
-                        inner.set_state(whole, inner.first_state(whole, group))
+                for own in its:
+                    if inner.state_of(own) is None:
+                        inner.set_state(own, inner.first_state(own, group))
         inner.step(groups, amp)
 
 
-def _first(inner: Inner, one: Round, wholes: Mapping[int, WholeBlock]) -> list[First]:
+def _first(inner: Inner, one: Round, blocks: Mapping[int, FullBlock]) -> list[First]:
     """Return the pieces that have no state yet."""
     found = []
-    for at, whole in wholes.items():
+    for at, own in blocks.items():
         owned, number = one.members[at]
-        if owned.units is not None and not inner.state_of(whole):
-            found.append(First(whole, owned.piece(number), owned.units))
+        if owned.units is not None and not inner.state_of(own):
+            found.append(First(own, owned.piece(number), owned.units))
     return found

@@ -15,9 +15,9 @@ from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.optim.flat import is_cut
 from fullshard.optim.inner import Inner
-from fullshard.optim.owned.assign import OwnedBlock, Ranks, SpreadParam
+from fullshard.optim.owned.assign import OwnedBlock, ParamPlacement, Ranks
 from fullshard.optim.probe import (
-    GrainPiece,
+    BlockPiece,
     Units,
     loaded,
     padded_numel,
@@ -35,12 +35,12 @@ Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class StateEntry(NamedTuple):
-    """State as it is shown: of some blocks, joined.
+    """One tensor of state as users see it: the state of some blocks, put together.
 
     Attributes:
         name: under which it is shown.
         key: the name that the class gives it.
-        shape: of the joined tensor.
+        shape: of that tensor.
         members: number of each block, and the shape of its state.
         is_shared: all blocks have all of it; it is shown as that of the first.
     """
@@ -58,7 +58,7 @@ class Entries:
     Args:
         shape: the parameter's.
         blocks: its blocks, in the order of elements.
-        units: of a parameter in pieces, what belongs to a block of the class, see ``grain``.
+        units: of a parameter in pieces, what belongs to a block of the class, see ``block_size``.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Entries:
     ) -> None:
         self._shape, self._blocks, self._units = torch.Size(shape), blocks, units
 
-    def of(self, name: str, shape: torch.Size, singles: Container[str]) -> StateEntry | None:
+    def of(self, name: str, shape: torch.Size, scalars: Container[str]) -> StateEntry | None:
         """Return the entry that state of this name and shape makes; None: one value for all."""
         count = len(self._blocks)
         if self._units is not None:
             return self._of_pieces(name, shape, self._units.get(name))
-        if is_cut(name, shape, self._shape, singles):
+        if is_cut(name, shape, self._shape, scalars):
             members = [(at, torch.Size(block.shape)) for at, block in enumerate(self._blocks)]
             return StateEntry(name, name, tuple(shape), tuple(members))
         if count == 1:
@@ -90,12 +90,12 @@ class Entries:
             members = tuple((at, shape) for at in range(len(self._blocks)))
             return StateEntry(name, name, tuple(shape), members, is_shared=True)
         rows, rest = (shape.numel(), ()) if shape == self._shape else (shape[0], tuple(shape[1:]))
-        starts = [block.start // block.grain * unit for block in self._blocks]
+        starts = [block.start // block.block_size * unit for block in self._blocks]
         lengths = [stop - start for start, stop in pairwise((*starts, rows))]
         members = tuple((at, torch.Size((length, *rest))) for at, length in enumerate(lengths))
         return StateEntry(name, name, tuple(shape), members)
 
-    def joined(self, described: Sequence[Described], singles: Container[str]) -> list[StateEntry]:
+    def merged(self, described: Sequence[Described], scalars: Container[str]) -> list[StateEntry]:
         """Return the entries that show state of the blocks, each of which is ``described``."""
         if not all(described):
             return []
@@ -106,10 +106,10 @@ class Entries:
             shapes = [torch.Size(one[key][0]) for one in described]
             members = tuple(enumerate(shapes))
             if self._units is not None:
-                found.append(self._joined_pieces(key, shapes, self._units.get(key)))
+                found.append(self._merged_pieces(key, shapes, self._units.get(key)))
                 continue
             pairs = zip(shapes, self._blocks, strict=True)
-            cut = (is_cut(key, own, torch.Size(block.shape), singles) for own, block in pairs)
+            cut = (is_cut(key, own, torch.Size(block.shape), scalars) for own, block in pairs)
             if all(cut):
                 found.append(StateEntry(key, key, tuple(self._shape), members))
             elif len(members) == 1:
@@ -123,7 +123,7 @@ class Entries:
                 ]
         return found
 
-    def _joined_pieces(
+    def _merged_pieces(
         self, key: str, shapes: Sequence[torch.Size], unit: int | None
     ) -> StateEntry:
         if not unit:
@@ -140,7 +140,7 @@ Sample = Callable[[int, tuple[int, ...], torch.dtype], Mapping[str, Any]]
 _EMPTY = torch.empty(0, device="cpu")
 
 
-class WholeBlock:
+class FullBlock:
     """A block at its owner: the tensor that the inner optimizer steps.
 
     Attributes:
@@ -150,13 +150,13 @@ class WholeBlock:
     def __init__(self) -> None:
         self.tensor = nn.Parameter(_EMPTY.clone())
 
-    def lend(self, memory: Tensor, grad: Tensor) -> None:
-        """Lend the block and its gradient to the tensor."""
+    def bind(self, memory: Tensor, grad: Tensor) -> None:
+        """Bind the block and its gradient to the tensor."""
         self.tensor.data = memory
         _autograd.set_grad(self.tensor, grad)
 
-    def take_back(self) -> None:
-        """Take memory and gradient away from the tensor."""
+    def release(self) -> None:
+        """Release memory and gradient of the tensor."""
         self.tensor.grad = None
         self.tensor.data = _EMPTY
 
@@ -167,12 +167,12 @@ class OwnedParam:
     Attributes:
         param: the parameter.
         group: number of its group.
-        spread: where its elements lie.
+        placed: where its elements lie.
         blocks: its blocks, in the order of elements.
         owners: index of the owner of each block, ascending.
         ranks: the ranks of its mesh.
-        units: of a parameter in pieces, what belongs to a block of the class, see ``grain``.
-        wholes: the blocks that this rank owns, by number.
+        units: of a parameter in pieces, what belongs to a block of the class, see ``block_size``.
+        own_blocks: the blocks that this rank owns, by number.
         is_announced: all ranks know the shapes of its state.
     """
 
@@ -180,17 +180,17 @@ class OwnedParam:
         self,
         param: Tensor,
         group: int,
-        spread: SpreadParam,
+        placed: ParamPlacement,
         blocks: Sequence[OwnedBlock],
         owners: Sequence[int],
         ranks: Ranks,
         units: Units | None = None,
     ) -> None:
-        self.param, self.group, self.spread = param, group, spread
+        self.param, self.group, self.placed = param, group, placed
         self.blocks, self.owners, self.ranks, self.units = blocks, owners, ranks, units
-        self.wholes = {at: WholeBlock() for at, owner in enumerate(owners) if owner == ranks.own}
+        self.own_blocks = {at: FullBlock() for at, owner in enumerate(owners) if owner == ranks.own}
         self.is_announced = False
-        self._entries = Entries(spread.shape, blocks, units)
+        self._entries = Entries(placed.shape, blocks, units)
         self._described: list[Described] = [{} for _ in blocks]
         self._views: dict[tuple[int, str], Tensor] = {}  # by block and key: part of what is shown
         self._shown: dict[str, object] = {}
@@ -204,16 +204,16 @@ class OwnedParam:
             value is self._shown[key] for key, value in own.items()
         )
 
-    def piece(self, at: int) -> GrainPiece:
+    def piece(self, at: int) -> BlockPiece:
         """Return a block as a piece of the parameter."""
         block = self.blocks[at]
-        return GrainPiece(
-            block.start, block.numel, torch.Size(self.spread.shape).numel(), block.grain
+        return BlockPiece(
+            block.start, block.numel, torch.Size(self.placed.shape).numel(), block.block_size
         )
 
-    def like(self, name: str, shape: Sequence[int], singles: Container[str]) -> DTensor | None:
+    def like(self, name: str, shape: Sequence[int], scalars: Container[str]) -> DTensor | None:
         """Return an empty tensor cut as state under this name is; None: equal on all ranks."""
-        entry = self._entries.of(name, torch.Size(shape), singles)
+        entry = self._entries.of(name, torch.Size(shape), scalars)
         if entry is None or self.ranks.is_alone:
             return None
         if entry.is_shared:
@@ -232,15 +232,15 @@ class OwnedParam:
             own: by name; ``refuse`` has found nothing wrong with it.
             inner: the optimizer that steps the blocks.
             numbers: names of state that is a Python number there, with its type.
-            sample: returns state that the class makes for a tensor of a shape, see ``grain``.
+            sample: returns state that the class makes for a tensor of a shape, see ``block_size``.
         """
         own = loaded(own, self.param, lambda: self._sample(0, sample))
         own = tensors_for_numbers(own, numbers, lambda: self._sample(0, sample))
-        values: dict[int, dict[str, Any]] = {at: {} for at in self.wholes}
+        values: dict[int, dict[str, Any]] = {at: {} for at in self.own_blocks}
         self._described = [{} for _ in self.blocks]
         for name, value in own.items():
             shape = value.shape if isinstance(value, Tensor) else None
-            entry = None if shape is None else self._entries.of(name, shape, inner.singles)
+            entry = None if shape is None else self._entries.of(name, shape, inner.scalars)
             if entry is None:
                 for described in self._described:
                     described |= _described({name: value})
@@ -252,27 +252,27 @@ class OwnedParam:
                 is_number = kind is not None and not its_shape
                 dtype = _dtype(kind()) if kind is not None and is_number else value.dtype
                 self._described[at][entry.key] = (tuple(its_shape), dtype)
-            like = self.like(name, entry.shape, inner.singles)
+            like = self.like(name, entry.shape, inner.scalars)
             local = value if like is None else taken_by(like, value)
             for at, view in self._cut(entry, local.detach().reshape(-1)).items():
                 values[at][entry.key] = _for_the_class(view, kind)
-        for at, whole in self.wholes.items():
+        for at, block in self.own_blocks.items():
             if values[at]:
                 shape = torch.Size(self.blocks[at].shape)
                 has_inner = any("." in key for key in values[at])
                 made = self._sample(at, sample) if has_inner else {}
-                inner.set_state(whole, wrapped(values[at], made, shape))
+                inner.set_state(block, wrapped(values[at], made, shape))
             else:
-                inner.forget(whole)
+                inner.forget(block)
         self.is_announced = any(self._described)
         self._forget_shown()
 
-    def refuse(self, own: Mapping[str, Any], singles: Container[str], sample: Sample) -> None:
+    def refuse(self, own: Mapping[str, Any], scalars: Container[str], sample: Sample) -> None:
         """Refuse state that the class does not make, on all ranks alike, before it is read.
 
         Args:
             own: as for ``read``; only names and shapes matter.
-            singles: see ``is_cut``.
+            scalars: see ``is_cut``.
             sample: as for ``read``.
 
         Raises:
@@ -282,7 +282,7 @@ class OwnedParam:
         for name, value in unwrapped(plain(own)).items():
             if "." not in name or not isinstance(value, Tensor):
                 continue
-            entry = self._entries.of(name, value.shape, singles)
+            entry = self._entries.of(name, value.shape, scalars)
             key = name if entry is None else entry.key
             members = range(len(self.blocks)) if entry is None else (at for at, _ in entry.members)
             for at in members if "." in key else ():
@@ -291,7 +291,7 @@ class OwnedParam:
             odd = unheld(names, self._sample(at, sample))
             if odd:
                 raise ConfigError(
-                    f"OwnedOptimizer: state {odd} of a parameter of shape {self.spread.shape} is "
+                    f"OwnedOptimizer: state {odd} of a parameter of shape {self.placed.shape} is "
                     "of a class that keeps it so; this one does not. Load what the same class has "
                     "saved, or leave out the state"
                 )
@@ -299,14 +299,16 @@ class OwnedParam:
     def _sample(self, at: int, sample: Sample) -> Mapping[str, Any]:
         piece = self.piece(at)
         is_cut = self.units is not None
-        shape = (padded_numel(0, piece.whole, piece.grain),) if is_cut else self.blocks[at].shape
+        shape = (
+            (padded_numel(0, piece.full, piece.block_size),) if is_cut else self.blocks[at].shape
+        )
         return sample(self.group, shape, self.param.dtype)
 
     # showing
 
     def describe(self, inner: Inner) -> dict[int, Described]:
         """Return the shapes and dtypes of the state of the blocks that this rank owns."""
-        return {at: _described(inner.state_of(whole)) for at, whole in self.wholes.items()}
+        return {at: _described(inner.state_of(block)) for at, block in self.own_blocks.items()}
 
     def announce(
         self,
@@ -330,38 +332,38 @@ class OwnedParam:
     def show(self, inner: Inner, state: MutableMapping[Any, Any]) -> None:
         """Show in ``state`` what is known of the blocks."""
         self._forget_shown()
-        for entry in self._entries.joined(self._described, inner.singles):
+        for entry in self._entries.merged(self._described, inner.scalars):
             self._show(entry, inner)
         if self._shown or self.param in state:
             own = state.setdefault(self.param, {})
             own.clear()
             own.update(self._shown)
 
-    def refresh(self, inner: Inner, lent: Container[int], *, may_change: bool) -> None:
+    def refresh(self, inner: Inner, bound: Container[int], *, may_change: bool) -> None:
         """Bring what is shown up to date after a step.
 
         Args:
             inner: the optimizer that has stepped.
-            lent: addresses of memory that is only lent during the step.
+            bound: addresses of memory that is released after the step.
             may_change: names or shapes of the state may be others than before.
 
         Raises:
             UnsupportedError: the class has changed names or shapes of the state.
         """
-        for at, whole in self.wholes.items():
-            values = inner.state_of(whole) or {}
+        for at, block in self.own_blocks.items():
+            values = inner.state_of(block) or {}
             known = self._described[at]
             if self.is_announced and not may_change and _described(values) != known:
                 raise UnsupportedError(
                     f"OwnedOptimizer: the optimizer's state of a parameter of shape "
-                    f"{self.spread.shape} changed from {known} to "
+                    f"{self.placed.shape} changed from {known} to "
                     f"{_described(values)} in a step, which trials of the class did not show; "
                     "state must be made in the first step"
                 )
             for key, value in unwrapped(values).items():
                 view = self._views.get((at, key))
                 if view is None:
-                    if isinstance(value, Tensor) and _address(value) in lent:
+                    if isinstance(value, Tensor) and _address(value) in bound:
                         replace(values, key, value.clone())
                 elif not isinstance(value, Tensor):
                     view.fill_(value)
@@ -385,8 +387,8 @@ class OwnedParam:
         self._shown.clear()
 
     def _show(self, entry: StateEntry, inner: Inner) -> None:
-        mine = [at for at, _ in entry.members if at in self.wholes]
-        states = {at: inner.state_of(self.wholes[at]) or {} for at in mine}
+        mine = [at for at, _ in entry.members if at in self.own_blocks]
+        states = {at: inner.state_of(self.own_blocks[at]) or {} for at in mine}
         _, dtype = self._described[entry.members[0][0]][entry.key]
         values = [unwrapped(states[at])[entry.key] for at in mine]
         device = self.param.device
@@ -416,7 +418,7 @@ class OwnedParam:
         """Return this rank's blocks' parts of ``local``, 1-D, in the shapes of their state."""
         views, start = {}, 0
         for at, shape in entry.members:
-            if at in self.wholes:
+            if at in self.own_blocks:
                 views[at] = local.narrow(0, start, shape.numel()).view(shape)
                 start += 0 if entry.is_shared else shape.numel()
         return views

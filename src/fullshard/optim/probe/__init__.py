@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fullshard.optim.probe.blocks import (
+    BlockPiece,
     First,
-    GrainPiece,
     Recipe,
     Shape,
     Units,
@@ -13,9 +13,9 @@ from fullshard.optim.probe.blocks import (
     units_of,
     widened,
 )
-from fullshard.optim.probe.elementwise import check_elementwise, refuse, single_keys, singles_of
+from fullshard.optim.probe.elementwise import check_elementwise, refuse, scalar_keys, scalar_keys_of
 from fullshard.optim.probe.independent import Traits, check_shapes, traits_of
-from fullshard.optim.probe.seeds import SEED, advance, check_draws, draws_random_numbers, seeded
+from fullshard.optim.probe.seeds import SEED, advance, refuse_rng, seeded, uses_rng
 from fullshard.optim.probe.subclasses import (
     Unchanged,
     held_by,
@@ -31,7 +31,7 @@ from fullshard.optim.probe.subclasses import (
 
 __all__ = [
     "First",
-    "GrainPiece",
+    "BlockPiece",
     "Recipe",
     "SEED",
     "Shape",
@@ -39,10 +39,10 @@ __all__ = [
     "Unchanged",
     "Units",
     "advance",
-    "check_draws",
+    "refuse_rng",
     "check_elementwise",
     "check_shapes",
-    "draws_random_numbers",
+    "uses_rng",
     "held_by",
     "keep_unchanged",
     "loaded",
@@ -52,8 +52,8 @@ __all__ = [
     "replace",
     "sample",
     "seeded",
-    "single_keys",
-    "singles_of",
+    "scalar_keys",
+    "scalar_keys_of",
     "tensors_for_numbers",
     "traits_of",
     "unheld",

@@ -6,9 +6,9 @@
     exp_avg.qmap           | q q q q q                      0: the same for any tensor
     step                     3                              0
 
-A piece begins at a block, and its state is a part of the whole's. What a class decides by the size
-of a tensor, such as whether to quantise it, it decides when it makes state. So a piece is stepped
-for the first time within a tensor that has zeros beside it, and is about as large as the whole.
+A piece begins at a block, and its state is a part of the full tensor's. A class decides by the size
+of a tensor, for example, whether to quantise its state, when it makes the state. So the first step
+of a piece is a step of a tensor about as large as the full one, with zeros beside the piece.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 
 from fullshard._torch import autograd as _autograd
 from fullshard.errors import UnsupportedError
-from fullshard.optim.inner import Inner, Steppable, step_quietly
+from fullshard.optim.inner import Inner, Steppable, step_without_hooks
 from fullshard.optim.probe.elementwise import (
     exactly,
+    isolated,
     kind_of,
-    tame,
-    tame_group,
-    unseen,
+    safe_group_options,
+    safe_options,
     values_like,
 )
 from fullshard.optim.probe.subclasses import held_by, rebuilt, unwrapped
@@ -58,27 +58,31 @@ class Recipe(NamedTuple):
     @property
     def key(self) -> object:
         """Return a key that is equal for groups that a trial treats alike."""
-        return exactly((self.optimizer_class, tame(self.kwargs), tame_group(self.options)))
+        return exactly(
+            (self.optimizer_class, safe_options(self.kwargs), safe_group_options(self.options))
+        )
 
     @property
     def kind(self) -> object:
         """Return a key that is equal for groups whose state has the same form."""
-        return kind_of((self.optimizer_class, tame(self.kwargs), tame_group(self.options)))
+        return kind_of(
+            (self.optimizer_class, safe_options(self.kwargs), safe_group_options(self.options))
+        )
 
     def made(self, params: Sequence[Tensor]) -> Optimizer:
         """Return an optimizer for a trial."""
         return self.optimizer_class(
-            [{"params": params, **tame_group(self.options)}], **tame(self.kwargs)
+            [{"params": params, **safe_group_options(self.options)}], **safe_options(self.kwargs)
         )
 
 
-def padded_numel(numel: int, whole: int, grain: int) -> int:
-    """Return how large a tensor must be that a class treats as one of ``whole`` elements.
+def padded_numel(numel: int, full: int, block_size: int) -> int:
+    """Return how large a tensor must be that a class treats as one of ``full`` elements.
 
-    At least ``numel``, at most ``whole``, equal to it modulo ``grain``.
+    At least ``numel``, at most ``full``, equal to it modulo ``block_size``.
     """
-    least = max(numel, min(whole, max(LARGE, 2 * grain)))
-    return least + (whole - least) % grain
+    least = max(numel, min(full, max(LARGE, 2 * block_size)))
+    return least + (full - least) % block_size
 
 
 def sample(recipe: Recipe, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
@@ -89,12 +93,12 @@ def sample(recipe: Recipe, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     shape = _smaller(shape)
     key = (recipe.kind, shape, dtype)
     if key not in _samples:
-        with unseen():
+        with isolated():
             param = nn.Parameter(torch.zeros(shape, dtype=dtype))
             param.grad = torch.zeros_like(param)
             optimizer = recipe.made([param])
-            with suppress(Exception):  # a class may refuse such a tensor, or have to have it whole
-                step_quietly(optimizer)
+            with suppress(Exception):  # a class may refuse such a tensor, or need the full one
+                step_without_hooks(optimizer)
             _samples[key] = dict(optimizer.state.get(param, {}))
     return _samples[key]
 
@@ -113,52 +117,54 @@ def _smaller(shape: Shape) -> Shape:
 
 
 def units_of(
-    recipe: Recipe, shape: Shape, dtype: torch.dtype, grain: int, *, is_vouched_for: bool
+    recipe: Recipe, shape: Shape, dtype: torch.dtype, block_size: int, *, is_vouched_for: bool
 ) -> Units:
     """Return how much of each state belongs to a block, having tried that blocks are independent.
 
     Args:
         recipe: the class, its arguments and options.
-        shape: of the whole parameter.
+        shape: of the full parameter.
         dtype: its dtype.
-        grain: elements of a block, or of several.
-        is_vouched_for: believe that pieces step as they do within the whole.
+        block_size: elements of a block, or of several.
+        is_vouched_for: believe that pieces step as they do within the full tensor.
 
     Raises:
-        UnsupportedError: a piece, begun at a multiple of ``grain``, steps otherwise than the same
-            elements of the whole do, or has other state.
+        UnsupportedError: a piece, begun at a multiple of ``block_size``, steps unlike the same
+            elements of the full tensor, or has other state.
     """
-    numel = padded_numel(0, torch.Size(shape).numel(), grain)
-    key = (recipe.key, numel, len(shape), dtype, grain, is_vouched_for)
+    numel = padded_numel(0, torch.Size(shape).numel(), block_size)
+    key = (recipe.key, numel, len(shape), dtype, block_size, is_vouched_for)
     if key not in _units:
-        sizes = () if is_vouched_for else (min(4 * grain, numel), numel)  # few may tell already
-        found = (_refusal(recipe, size, shape, dtype, grain) for size in sizes)
+        sizes = (
+            () if is_vouched_for else (min(4 * block_size, numel), numel)
+        )  # few may tell already
+        found = (_refusal(recipe, size, shape, dtype, block_size) for size in sizes)
         reason = next(filter(None, found), "")
         if reason:
             name = recipe.optimizer_class.__name__
             raise UnsupportedError(
                 f"OwnedOptimizer({name}): ranks hold pieces of a parameter of shape {shape}, cut "
-                f"every {grain} elements, which in a trial {name} did not step as it steps the "
-                f"whole ({reason}). Give a multiple of the elements that it quantises together as "
-                "blocks=, or leave that out: then each parameter is stepped whole, by its owner"
+                f"every {block_size} elements, which in a trial {name} did not step as it steps "
+                f"the full tensor ({reason}). Give a multiple of the elements that it quantises "
+                "together as blocks=, or leave it out: then owners step each parameter in full"
             )
-        _units[key] = _units_by_size(recipe, numel, dtype, grain)
+        _units[key] = _units_by_size(recipe, numel, dtype, block_size)
     return _units[key]
 
 
-def _refusal(recipe: Recipe, numel: int, shape: Shape, dtype: torch.dtype, grain: int) -> str:
+def _refusal(recipe: Recipe, numel: int, shape: Shape, dtype: torch.dtype, block_size: int) -> str:
     """Return what is wrong with pieces of so many elements, if something is."""
     try:
-        units = _units_by_size(recipe, numel, dtype, grain)
-        return _difference(recipe, numel, shape, dtype, units, grain)
+        units = _units_by_size(recipe, numel, dtype, block_size)
+        return _difference(recipe, numel, shape, dtype, units, block_size)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _units_by_size(recipe: Recipe, numel: int, dtype: torch.dtype, grain: int) -> Units:
+def _units_by_size(recipe: Recipe, numel: int, dtype: torch.dtype, block_size: int) -> Units:
     """Compare the state of a tensor with that of one that is larger, or smaller, by a block."""
     known = _shapes(recipe, numel, dtype)
-    for other in (numel + grain, numel - grain):
+    for other in (numel + block_size, numel - block_size):
         its = _shapes(recipe, other, dtype)
         if {key: (len(s), s[1:]) for key, s in known.items()} == {
             key: (len(s), s[1:]) for key, s in its.items()
@@ -170,37 +176,37 @@ def _units_by_size(recipe: Recipe, numel: int, dtype: torch.dtype, grain: int) -
 def _shapes(recipe: Recipe, numel: int, dtype: torch.dtype) -> dict[str, torch.Size]:
     param = nn.Parameter(torch.zeros(numel, dtype=dtype))
     param.grad = torch.zeros_like(param)
-    with unseen():
+    with isolated():
         optimizer = recipe.made([param])
-        step_quietly(optimizer)
+        step_without_hooks(optimizer)
     state = unwrapped(optimizer.state.get(param, {}))
     return {key: getattr(value, "shape", torch.Size()) for key, value in state.items()}
 
 
 def _difference(
-    recipe: Recipe, numel: int, shape: Shape, dtype: torch.dtype, units: Units, grain: int
+    recipe: Recipe, numel: int, shape: Shape, dtype: torch.dtype, units: Units, block_size: int
 ) -> str:
-    """Step a tensor whole and in pieces; return what differs, if something does."""
-    many = -(-numel // grain)
-    starts = sorted({0, grain, grain * ((many + 1) // 2)} - {many * grain})
+    """Step a tensor in full and in pieces; return what differs, if something does."""
+    many = -(-numel // block_size)
+    starts = sorted({0, block_size, block_size * ((many + 1) // 2)} - {many * block_size})
     stops = [*starts[1:], numel]
     dims = (*(1 for _ in shape[1:]), numel)  # as many as the parameter's
-    whole = nn.Parameter(_values(numel, 0, grain).to(dtype).view(dims))
-    flat = whole.detach().view(-1)
-    with unseen():
-        inner = Inner(recipe.optimizer_class, tame(recipe.kwargs))
-        groups: Any = [{**tame_group(recipe.options), "params": []}]
-        reference = recipe.made([whole])
+    full = nn.Parameter(_values(numel, 0, block_size).to(dtype).view(dims))
+    flat = full.detach().view(-1)
+    with isolated():
+        inner = Inner(recipe.optimizer_class, safe_options(recipe.kwargs))
+        groups: Any = [{**safe_group_options(recipe.options), "params": []}]
+        reference = recipe.made([full])
         pieces = [
-            _Piece(GrainPiece(start, stop - start, numel, grain), flat[start:stop].clone())
+            _Piece(BlockPiece(start, stop - start, numel, block_size), flat[start:stop].clone())
             for start, stop in zip(starts, stops, strict=True)
         ]
         groups[0] = {**inner.converted(groups[0]), "params": []}
         inner.set_runs(groups, [pieces])
         for step in range(_STEPS):
-            grad = _values(numel, step + 1, grain).to(dtype)
-            whole.grad = grad.view(dims).clone()
-            step_quietly(reference)
+            grad = _values(numel, step + 1, block_size).to(dtype)
+            full.grad = grad.view(dims).clone()
+            step_without_hooks(reference)
             for one in pieces:
                 one.tensor.grad = grad[one.piece.start :][: one.piece.numel].clone()
             first = [First(one, one.piece, units) for one in pieces] if not step else []
@@ -208,14 +214,14 @@ def _difference(
                 for one in pieces if inner.is_eager and not step else ():
                     inner.set_state(one, inner.first_state(one, groups[0]))
                 inner.step(groups, {})
-    return _compared(whole, reference.state[whole], inner, pieces, units)
+    return _compared(full, reference.state[full], inner, pieces, units)
 
 
 def _compared(
-    whole: Tensor, state: Mapping[str, Any], inner: Inner, pieces: Sequence[_Piece], units: Units
+    full: Tensor, state: Mapping[str, Any], inner: Inner, pieces: Sequence[_Piece], units: Units
 ) -> str:
-    joined = torch.cat([one.tensor.detach() for one in pieces])
-    if not torch.equal(joined, whole.detach().view(-1)):
+    together = torch.cat([one.tensor.detach() for one in pieces])
+    if not torch.equal(together, full.detach().view(-1)):
         return "parameters differ"
     own = [unwrapped(inner.state_of(one) or {}) for one in pieces]
     for key, value in unwrapped(state).items():
@@ -233,36 +239,36 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
-def _values(numel: int, seed: int, grain: int) -> Tensor:
+def _values(numel: int, seed: int, block_size: int) -> Tensor:
     """Return values whose largest differ from block to block."""
-    number = torch.arange(numel, device="cpu") // max(1, grain // 4)
+    number = torch.arange(numel, device="cpu") // max(1, block_size // 4)
     return values_like((numel,), seed) * (1 + number % 7) ** 2
 
 
-class GrainPiece(NamedTuple):
-    """Elements of a parameter, begun at a multiple of ``grain``.
+class BlockPiece(NamedTuple):
+    """Elements of a parameter, begun at a multiple of ``block_size``.
 
     Attributes:
         start: the elements of the parameter before it.
         numel: its elements.
-        whole: the elements of the parameter.
-        grain: elements of a block, or of several.
+        full: the elements of the parameter.
+        block_size: elements of a block, or of several.
     """
 
     start: int
     numel: int
-    whole: int
-    grain: int
+    full: int
+    block_size: int
 
     @property
     def wide(self) -> int:
         """Elements of the tensor within which it is stepped for the first time."""
-        return padded_numel(self.numel, self.whole, self.grain)
+        return padded_numel(self.numel, self.full, self.block_size)
 
     @property
     def front(self) -> int:
         """How many of these are before it: the last piece comes last, it may end in a block."""
-        return self.wide - self.numel if self.start + self.numel == self.whole else 0
+        return self.wide - self.numel if self.start + self.numel == self.full else 0
 
     def widened(self, own: Tensor) -> Tensor:
         """Return the piece with zeros beside it."""
@@ -282,15 +288,15 @@ class GrainPiece(NamedTuple):
         unit = units.get(key, 0)
         if not unit:
             return value
-        first = self.front // self.grain * unit
-        stop = None if self.front else first + -(-self.numel // self.grain) * unit
+        first = self.front // self.block_size * unit
+        stop = None if self.front else first + -(-self.numel // self.block_size) * unit
         return value[first:stop].clone()
 
 
 class _Piece:
     """A piece of a trial."""
 
-    def __init__(self, piece: GrainPiece, own: Tensor) -> None:
+    def __init__(self, piece: BlockPiece, own: Tensor) -> None:
         self.piece, self.tensor = piece, nn.Parameter(own)
 
 
@@ -298,13 +304,13 @@ class First(NamedTuple):
     """A piece that has no state yet, with the tensor that is stepped."""
 
     run: Steppable
-    piece: GrainPiece
+    piece: BlockPiece
     units: Units
 
 
 @contextmanager
 def widened(inner: Inner, pieces: Sequence[First]) -> Iterator[None]:
-    """Widen pieces while they are stepped for the first time; memory and gradients are lent."""
+    """Widen pieces while they are stepped for the first time; memory and gradients are bound."""
     pieces = [one for one in pieces if one.piece.wide > one.piece.numel]
     own = [(one.run.tensor.data, one.run.tensor.grad) for one in pieces]
     for (run, piece, _), (memory, grad) in zip(pieces, own, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.errors import UnsupportedError
-from fullshard.optim.inner import options_of, step_quietly
+from fullshard.optim.inner import options_of, step_without_hooks
 
 _SHAPES = ((2, 5), (4,), (3, 1, 3))
 STEPS = 40  # RAdam changes its update rule after six
@@ -27,13 +27,13 @@ _TOLERANCE = 1e-6
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
 _passed: set[Hashable] = set()
-_singles: dict[Hashable, frozenset[str]] = {}
+_scalars: dict[Hashable, frozenset[str]] = {}
 
 
 def check_elementwise(
     optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Check that joined tensors step like the same tensors, each stepped by its own optimizer.
+    """Check that tensors in one flat tensor step as each does by its own optimizer.
 
     The tensors are small, on the CPU and the same on all ranks; hooks and random state of the user
     are not touched. Gradients have norms from 0.1 to 1e7. Steps are the first 40 and, if the class
@@ -51,26 +51,26 @@ def check_elementwise(
     Raises:
         UnsupportedError: the results differ, or a step fails.
     """
-    how = (optimizer_class, tame(kwargs), tame_group(options))
+    how = (optimizer_class, safe_options(kwargs), safe_group_options(options))
     key = exactly(how)
     if key in _passed:
         return
     try:
-        with unseen():
+        with isolated():
             off = _try(_SHAPES, STEPS, *how, late=True)
             if off <= _TOLERANCE:
                 off = _try(_SHAPES, SCALED_STEPS, *how, scale=SCALE)
             if off <= _TOLERANCE:
                 off = _try(_LARGE_SHAPES, _LARGE_STEPS, *how)
     except Exception as error:
-        reason = f"its step on joined tensors failed: {type(error).__name__}: {error}"
+        reason = f"its step on coalesced tensors failed: {type(error).__name__}: {error}"
         raise _refusal(optimizer_class, reason) from error
     if not off <= _TOLERANCE:
-        raise _refusal(optimizer_class, "tensors that were joined stepped elsewhere")
+        raise _refusal(optimizer_class, "coalesced tensors stepped elsewhere")
     _passed.add(key)
 
 
-def single_keys(
+def scalar_keys(
     optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> frozenset[str]:
     """Return the names of state that has one value for any parameter, such as a step count.
@@ -78,22 +78,22 @@ def single_keys(
     Found by a trial as in ``check_elementwise``, on tensors of several elements, where shapes
     decide. For a class that cannot step these tensors, the result is ``step`` alone.
     """
-    kwargs, options = tame(kwargs), tame_group(options)
+    kwargs, options = safe_options(kwargs), safe_group_options(options)
     key = (optimizer_class, kind_of(kwargs), kind_of(options))
-    if key not in _singles:
+    if key not in _scalars:
         found = {"step"}
         for seed, shape in enumerate(_SHAPES):
-            with suppress(Exception), unseen():
-                found |= _singles_on(shape, seed, optimizer_class, kwargs, options)
-        _singles[key] = frozenset(found)
-    return _singles[key]
+            with suppress(Exception), isolated():
+                found |= _scalars_on(shape, seed, optimizer_class, kwargs, options)
+        _scalars[key] = frozenset(found)
+    return _scalars[key]
 
 
-def singles_of(optimizer: Any) -> frozenset[str]:
-    """Return ``single_keys`` for all groups of an optimizer or of an object similar to one."""
+def scalar_keys_of(optimizer: Any) -> frozenset[str]:
+    """Return ``scalar_keys`` for all groups of an optimizer or of an object similar to one."""
     optimizer_class = getattr(optimizer, "_optimizer_class", type(optimizer))
     kwargs = getattr(optimizer, "defaults", {})
-    found = (single_keys(optimizer_class, kwargs, options_of(g)) for g in optimizer.param_groups)
+    found = (scalar_keys(optimizer_class, kwargs, options_of(g)) for g in optimizer.param_groups)
     return frozenset({"step"}).union(*found)
 
 
@@ -110,8 +110,8 @@ def _refusal(optimizer_class: type[Optimizer], reason: str) -> UnsupportedError:
     name = optimizer_class.__name__
     return UnsupportedError(
         f"ShardedOptimizer({name}): {name} does not treat every element of a parameter by itself "
-        f"({reason}), and a rank holds only a part of them. Use OwnedOptimizer, which steps whole "
-        f"tensors, or blocks of elements; or {name} as it is, on DTensors, which know whole "
+        f"({reason}), and a rank holds only a part of them. Use OwnedOptimizer, which steps full "
+        f"tensors, or blocks of elements; or {name} as it is, on DTensors, which know full "
         "tensors; or an optimizer such as AdamW or SGD here. If it is element-wise all the same, "
         "say so with elementwise=True"
     )
@@ -127,14 +127,14 @@ def _try(
     scale: float = 1.0,
     late: bool = False,
 ) -> float:
-    """Return the largest relative difference between tensors stepped alone and stepped joined.
+    """Return the largest relative difference between tensors stepped alone and coalesced.
 
     With ``late``, set counters forward after ``num_steps``, and step on.
     """
     alone = [nn.Parameter(values_like(shape, seed)) for seed, shape in enumerate(shapes)]
-    joined = nn.Parameter(_flat(alone))
+    coalesced = nn.Parameter(_flat(alone))
     optimizers = [
-        optimizer_class([{"params": [param], **options}], **kwargs) for param in (*alone, joined)
+        optimizer_class([{"params": [param], **options}], **kwargs) for param in (*alone, coalesced)
     ]
     before = [options_of(optimizer.param_groups[0]) for optimizer in optimizers]
 
@@ -144,24 +144,24 @@ def _try(
                 # norms, maxima and means of the three are far apart
                 size = scale * 10.0 ** (seed - 1)
                 param.grad = values_like(tuple(param.shape), 10 * step + seed + 3) * size
-            joined.grad = _flat([param.grad for param in alone if param.grad is not None])
+            coalesced.grad = _flat([param.grad for param in alone if param.grad is not None])
             for optimizer in optimizers:
-                step_quietly(optimizer)
+                step_without_hooks(optimizer)
 
     steps(range(num_steps))
-    off = apart(joined, alone)
+    off = apart(coalesced, alone)
     if late and off <= _TOLERANCE:
         for optimizer, options in zip(optimizers, before, strict=True):
             set_forward(optimizer, options, num_steps)
         with suppress(Exception):  # a class may check its counters
             steps(range(num_steps, num_steps + LATE_STEPS))
-            off = apart(joined, alone)
+            off = apart(coalesced, alone)
     return off
 
 
-def apart(joined: Tensor, alone: Sequence[Tensor]) -> float:
+def apart(coalesced: Tensor, alone: Sequence[Tensor]) -> float:
     """Return the largest difference, relative to 1 or the tensor's largest magnitude if larger."""
-    parts = joined.detach().flatten().split([one.numel() for one in alone])
+    parts = coalesced.detach().flatten().split([one.numel() for one in alone])
     found = []
     for part, one in zip(parts, alone, strict=True):
         other = one.detach().flatten()
@@ -191,7 +191,7 @@ def set_forward(optimizer: Optimizer, before: Mapping[str, Any], count: int) -> 
             own[key] = type(value)(_LATE)
 
 
-def _singles_on(
+def _scalars_on(
     shape: tuple[int, ...],
     seed: int,
     optimizer_class: type[Optimizer],
@@ -203,13 +203,13 @@ def _singles_on(
     optimizer = optimizer_class([{"params": [param], **options}], **kwargs)
     for step in range(STEPS):
         param.grad = values_like(shape, 10 * step + seed + 3)
-        step_quietly(optimizer)
+        step_without_hooks(optimizer)
     kept = optimizer.state.get(param, {}).items()
     return {key for key, one in kept if isinstance(one, Tensor) and one.shape != param.shape}
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Silence warnings, preserve random state, default to the CPU, and compile nothing."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.device("cpu"):
         warnings.simplefilter("ignore")
@@ -227,19 +227,19 @@ def values_like(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.sin(torch.arange(count, dtype=torch.float64) * 12.9898 + seed * 78.233).view(shape)
 
 
-def tame(options: Mapping[str, Any]) -> dict[str, Any]:
+def safe_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Adapt options to the CPU, with a nonzero learning rate: the user's may start at zero."""
-    tamed = {key: _plain(value) for key, value in options.items()}
-    if isinstance(tamed.get("lr"), (int, float)):
-        tamed["lr"] = _LR
-    if "capturable" in tamed:
-        tamed["capturable"] = False
-    return tamed
+    safe = {key: _plain(value) for key, value in options.items()}
+    if isinstance(safe.get("lr"), (int, float)):
+        safe["lr"] = _LR
+    if "capturable" in safe:
+        safe["capturable"] = False
+    return safe
 
 
-def tame_group(options: Mapping[str, Any]) -> dict[str, Any]:
+def safe_group_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Do the same for options of a group, without those that schedulers keep there."""
-    return {key: value for key, value in tame(options).items() if key not in _OF_SCHEDULERS}
+    return {key: value for key, value in safe_options(options).items() if key not in _OF_SCHEDULERS}
 
 
 def _plain(value: Any) -> Any:
@@ -249,7 +249,7 @@ def _plain(value: Any) -> Any:
 
 
 def exactly(value: Any) -> Hashable:
-    """Return a key, equal for options with which a trial does the same, as ``tame`` left them."""
+    """Return a key, equal for options with which a trial does the same."""
     return _key(value, lambda one: one)
 
 

@@ -1,4 +1,4 @@
-"""Find out by trials what an optimizer class does with whole tensors and their state."""
+"""Find out by trials what an optimizer class does with full tensors and their state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.optim.inner import KeptOptions, options_of, step_quietly
+from fullshard.optim.inner import KeptOptions, options_of, step_without_hooks
 from fullshard.optim.probe.elementwise import (
     LATE_STEPS,
     SCALE,
@@ -19,10 +19,10 @@ from fullshard.optim.probe.elementwise import (
     STEPS,
     apart,
     exactly,
+    isolated,
+    safe_group_options,
+    safe_options,
     set_forward,
-    tame,
-    tame_group,
-    unseen,
     values_like,
 )
 
@@ -48,7 +48,7 @@ class Traits(NamedTuple):
     counts: bool
     makes_state: bool
 
-    def joined(self, other: Traits) -> Traits:
+    def merged(self, other: Traits) -> Traits:
         """Return what is true of groups of one kind or of the other."""
         numbers = {**self.numbers, **other.numbers}
         both = zip(self[1:], other[1:], strict=True)
@@ -74,11 +74,11 @@ def traits_of(
         UnsupportedError: a step of the class fails, as one that calls a closure does, the class
             does not step each tensor by itself, or it keeps state of a kind that cannot be shown.
     """
-    how = (optimizer_class, tame(kwargs), tame_group(options))
+    how = (optimizer_class, safe_options(kwargs), safe_group_options(options))
     key = (exactly(how), is_vouched_for)
     if key not in _known:
         try:
-            with unseen():
+            with isolated():
                 traits, off = _try(*how, num_steps=STEPS)
                 if off <= _TOLERANCE:
                     off = _try(*how, num_steps=SCALED_STEPS, scale=SCALE)[1]
@@ -131,7 +131,7 @@ def _try(
                 grad = values_like(tuple(one.shape), 10 * step + seed + 3) * size
                 one.grad, other.grad = grad, grad.clone()
             for optimizer in optimizers:
-                step_quietly(optimizer)
+                step_without_hooks(optimizer)
             kept = optimizers[0].state.get(alone[0], {})
             shapes.append({key: getattr(value, "shape", None) for key, value in kept.items()})
 

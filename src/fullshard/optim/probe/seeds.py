@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from fullshard.errors import UnsupportedError
-from fullshard.optim.inner import Groups, step_quietly
+from fullshard.optim.inner import Groups, step_without_hooks
 from fullshard.optim.probe.blocks import Recipe
-from fullshard.optim.probe.elementwise import unseen
+from fullshard.optim.probe.elementwise import isolated
 
 SEED = "seed"
 """The option's name."""
@@ -26,23 +26,23 @@ SEED = "seed"
 _known: dict[object, bool] = {}
 
 
-def draws_random_numbers(recipe: Recipe, dtype: torch.dtype) -> bool:
-    """Return whether a step of a small matrix of this dtype draws from PyTorch's generator."""
+def uses_rng(recipe: Recipe, dtype: torch.dtype) -> bool:
+    """Return whether a step of a small matrix of this dtype uses PyTorch's generator."""
     key = (recipe.key, dtype)
     if key not in _known:
-        with unseen():
+        with isolated():
             param = nn.Parameter(torch.ones(2, 5, dtype=dtype))
             param.grad = torch.ones_like(param)
             before = torch.get_rng_state()
             try:
-                step_quietly(recipe.made([param]))
+                step_without_hooks(recipe.made([param]))
             except Exception:
                 return False  # of this, other trials tell
             _known[key] = not torch.equal(before, torch.get_rng_state())
     return _known[key]
 
 
-def check_draws(
+def refuse_rng(
     recipe: Recipe, dtype: torch.dtype, seed: int | None, label: str, *, is_cut: bool
 ) -> None:
     """Refuse random numbers that would depend on the mesh.
@@ -55,14 +55,14 @@ def check_draws(
         is_cut: ranks may step pieces of it.
 
     Raises:
-        UnsupportedError: the class draws such numbers.
+        UnsupportedError: the class uses such numbers.
     """
-    if (is_cut or seed is None) and draws_random_numbers(recipe, dtype):
+    if (is_cut or seed is None) and uses_rng(recipe, dtype):
         advice = "which would depend on who owns what: give seed=, the same on all ranks"
         if is_cut:
-            advice = "a piece would draw others than the whole: leave out blocks= for it"
+            advice = "a piece would get numbers of its own: leave out blocks= for it"
         raise UnsupportedError(
-            f"{label}: with {dtype} the class draws random numbers, as for stochastic rounding, "
+            f"{label}: with {dtype} the class uses random numbers, as for stochastic rounding, "
             f"and {advice}"
         )
 

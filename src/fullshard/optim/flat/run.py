@@ -8,7 +8,7 @@
 
     state[w]      exp_avg: a view of the first six, in the form of w; step: a view of steps[0]
 
-The inner optimizer steps ``tensor``, to which memory is lent only during a step: a run that held
+The inner optimizer steps ``tensor``, which has memory only during a step: a run that held
 references would keep alive parameters that ``.to()`` replaced, and would keep the engine from
 reusing the buffer of the gradients. Users see views of the run's state, and when a run splits, the
 new runs use views of it too: edits in place need no copying, and what users hold stays valid.
@@ -53,7 +53,7 @@ class Run:
     Attributes:
         params: neighbors in a buffer, or one parameter, or any number without local elements.
         tensor: the parameter of the inner optimizer; it has no memory between steps.
-        parts: positions of the parameters in ``tensor``, which is 1-D; None if the run has a single
+        parts: positions of the parameters in ``tensor``, which is 1-D; None if the run has one
             parameter and ``tensor`` has the shape of its local tensor.
         is_shown: True once users see the state of the run.
         on_host: whether its cut state lives in host memory or on the device of the parameters;
@@ -94,7 +94,7 @@ class Run:
         return self._shape.numel()
 
     @property
-    def is_joined(self) -> bool:
+    def is_coalesced(self) -> bool:
         """Return whether parameters and gradients must be neighbors."""
         return len(self.params) > 1 and self.numel > 0
 
@@ -122,20 +122,20 @@ class Run:
         """
         if self.parts is None:
             return first.detach()
-        if not self.is_joined:
+        if not self.is_coalesced:
             return first.detach().reshape(-1)
         place = flat_part_of(first)
         if place is None or place.start + self._shape[0] > place.flat.numel():
             return None
         return place.flat.narrow(0, place.start, self._shape[0])
 
-    def lend(self, memory: Tensor, grad: Tensor | None) -> None:
-        """Lend ``memory`` and ``grad`` to the tensor."""
+    def bind(self, memory: Tensor, grad: Tensor | None) -> None:
+        """Bind ``memory`` and ``grad`` to the tensor."""
         self.tensor.data = memory
         _autograd.set_grad(self.tensor, grad)
 
-    def take_back(self) -> None:
-        """Take memory and gradient away from the tensor."""
+    def release(self) -> None:
+        """Release memory and gradient of the tensor."""
         self.tensor.grad = None
         self.tensor.data = self._nothing
 
@@ -149,44 +149,44 @@ class Run:
         )
 
     def read(
-        self, state: StateOf, flats: Container[int], singles: Container[str]
+        self, state: StateOf, flats: Container[int], scalars: Container[str]
     ) -> dict[str, Any]:
-        """Return state for the tensor, joined from that of the parameters, which are of one age.
+        """Return state for the tensor, put together from that of the parameters.
 
         State that one of ``flats`` (``id`` of buffers) already holds in the layout of the run is
-        used in place. ``singles``: see ``is_cut``.
+        used in place. ``scalars``: see ``is_cut``.
         """
         values: dict[str, Any] = {}
         for key, value in state.get(self.params[0], _NOTHING).items():
-            if is_cut_tensor(self.params[0], key, value, singles):
+            if is_cut_tensor(self.params[0], key, value, scalars):
                 locals_now = [local_part(state[param][key]).detach() for param in self.params]
-                values[key] = self._join(key, locals_now, flats)
+                values[key] = self._merge(key, locals_now, flats)
             else:
                 values[key] = value.detach().clone() if isinstance(value, Tensor) else value
         return values
 
-    def cut(self, values: Mapping[str, Any], singles: Container[str]) -> dict[str, Tensor]:
-        """Return the state with one element per element of the tensor; ``singles``: ``is_cut``."""
+    def cut(self, values: Mapping[str, Any], scalars: Container[str]) -> dict[str, Tensor]:
+        """Return the state with one element per element of the tensor; ``scalars``: ``is_cut``."""
         return {
             key: value
             for key, value in values.items()
-            if isinstance(value, Tensor) and is_cut(key, value.shape, self._shape, singles)
+            if isinstance(value, Tensor) and is_cut(key, value.shape, self._shape, scalars)
         }
 
     def show(
         self,
         values: dict[str, Any],
         state: MutableMapping[Tensor, dict[str, Any]],
-        singles: Container[str],
+        scalars: Container[str],
     ) -> None:
         """Show ``values``, the inner optimizer's state of the tensor, in ``state``.
 
-        ``singles``: see ``is_cut``.
+        ``scalars``: see ``is_cut``.
         """
         news: dict[str, Sequence[object]] = {}
         for key, value in values.items():
             if isinstance(value, Tensor):
-                if is_cut(key, value.shape, self._shape, singles):
+                if is_cut(key, value.shape, self._shape, scalars):
                     self._show_cut(key, values, news)
                     continue
                 if len(self.params) > 1:
@@ -212,7 +212,7 @@ class Run:
             return
         grad = self.tensor.grad
         if grad is not None and grad.numel() and _memory.is_at(value, grad):
-            values[key] = value = value.clone()  # state is the gradient itself, only lent
+            values[key] = value = value.clone()  # state is the gradient itself, which is released
         if self.parts is not None and (key not in self._flats or shown is not None):
             announce_flat(value, ((part.offset, part.numel) for part in self.parts))
             self._flats[key] = value
@@ -254,7 +254,7 @@ class Run:
         views = [value.narrow(0, part.offset, part.numel).view(part.shape) for part in self.parts]
         return [_memory.own_storage(view) for view in views]
 
-    def _join(self, key: str, locals_now: list[Tensor], flats: Container[int]) -> Tensor:
+    def _merge(self, key: str, locals_now: list[Tensor], flats: Container[int]) -> Tensor:
         first = locals_now[0]
         if self.parts is None:
             return self._new(first).copy_(first)
@@ -262,10 +262,10 @@ class Run:
         if flat is not None and id(flat) in flats:
             self._flats[key] = flat
             return flat.narrow(0, start, self._shape[0])
-        joined = self._new(first, self._shape).zero_()
-        views = [joined.narrow(0, part.offset, part.numel).view(part.shape) for part in self.parts]
+        merged = self._new(first, self._shape).zero_()
+        views = [merged.narrow(0, part.offset, part.numel).view(part.shape) for part in self.parts]
         torch._foreach_copy_(views, locals_now)
-        return joined
+        return merged
 
     def _new(self, like: Tensor, shape: torch.Size | None = None) -> Tensor:
         """Return memory like ``like``, or of another shape, where the state of the run lives."""
