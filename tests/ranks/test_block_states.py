@@ -253,44 +253,6 @@ def test_trains_like_the_unsharded_model(pool: RankPool, world: int, face: str) 
     assert max(pool.run(world, learns_alike, face)) <= 1e-12
 
 
-# Random numbers
-
-
-@EAGER
-def draws(kind: str, face: str, folder: str) -> dict[str, Tensor]:
-    """Step in bf16 with random numbers; the second half after a restart."""
-    cls, kwargs, _ = kind_of(kind)
-    how = {**kwargs, "drawn" if cls is CodedMomentum else "bf16_stochastic_round": True}
-    torch.manual_seed(dist.get_rank())  # whatever else is drawn
-    given = Net(torch.bfloat16) if face == "plain" else sharded(Net(torch.bfloat16), face, 16)
-    for part in range(2):
-        optimizer = OwnedOptimizer(named(given), cls, seed=3, **how)
-        if part:
-            checkpoint.load(folder, given, optimizer)
-        for step in range(2 * part, 2 * part + 2):
-            give_grads(step, given)
-            before = torch.get_rng_state()
-            optimizer.step()
-            assert torch.equal(before, torch.get_rng_state())
-        if not part:
-            checkpoint.save(folder, given, optimizer, step=2)
-    if face == "plain":
-        return {name: param.detach() for name, param in given.named_parameters()}
-    return full_parameters(given)
-
-
-@kinds("torchao AdamW4bit", "torchao AdamWFp8", "bitsandbytes AdamW8bit")
-def test_random_numbers_do_not_depend_on_the_mesh(
-    pool: RankPool, tmp_path: Path, kind: str
-) -> None:
-    faces = [(1, "plain"), (2, "per_parameter"), (3, "ragged"), (4, "hsdp")]
-    found = [pool.run(w, draws, kind, face, str(tmp_path / face))[0] for w, face in faces]
-    for one in found[1:]:
-        assert all(torch.equal(one[name], found[0][name]) for name in one)
-    again = pool.run(1, draws, kind, "plain", str(tmp_path / "again"))[0]
-    assert torch.equal(again["w0"], found[0]["w0"])
-
-
 # Refusals
 
 
@@ -317,12 +279,12 @@ def test_other_cuts_are_refused(pool: RankPool, kind: str, world: int) -> None:
         assert "Give a multiple of the elements that it quantises together" in wrong
 
 
-def test_random_numbers_need_a_seed() -> None:
+def test_random_numbers_are_refused_unless_the_user_accepts_them() -> None:
     params = list(Net(torch.bfloat16).parameters())
-    with pytest.raises(UnsupportedError, match="give seed="):
-        OwnedOptimizer(params, CodedMomentum, drawn=True)
-    with pytest.raises(UnsupportedError, match="a piece would draw others"):
-        OwnedOptimizer(params, CodedMomentum, drawn=True, blocks=16, seed=1)
-    with pytest.raises(UnsupportedError, match="OwnedOptimizer"):
+    for blocks in (None, 16):
+        with pytest.raises(UnsupportedError, match=r"random numbers.*independent=True"):
+            OwnedOptimizer(params, CodedMomentum, drawn=True, blocks=blocks)
+        OwnedOptimizer(params, CodedMomentum, drawn=True, blocks=blocks, independent=True)
+        OwnedOptimizer(list(Net().parameters()), CodedMomentum, drawn=True, blocks=blocks)
+    with pytest.raises(UnsupportedError, match="CodedMomentum"):
         ShardedOptimizer(params, CodedMomentum, drawn=True)
-    OwnedOptimizer(list(Net().parameters()), CodedMomentum, drawn=True, blocks=16)

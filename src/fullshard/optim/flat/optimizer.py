@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from fullshard.errors import UnsupportedError
 from fullshard.optim.base import Outer
 from fullshard.optim.flat.plan import StepPlan
 from fullshard.optim.flat.scalars import check_state
 from fullshard.optim.flat.step import Stepper
 from fullshard.optim.host import FRACTION, checked_fraction, hosted
 from fullshard.optim.inner import numbered, options_of
-from fullshard.optim.probe import Recipe, Unchanged, check_elementwise, refuse, uses_rng
+from fullshard.optim.probe import Unchanged, check_elementwise, refuse
 
 
 class ShardedOptimizer(Outer):
@@ -132,25 +131,13 @@ class ShardedOptimizer(Outer):
         options = self._prepare_group(param_group)
         if not self._is_vouched_for:
             check_elementwise(self._optimizer_class, self._kwargs, options)
-            self._refuse_rng(param_group["params"], options)
+            self._refuse_rng(param_group["params"], options, "elementwise=True")
         self._learn([options])
         super().add_param_group(param_group)
         self._fractions.append(fraction)
         self._convert_group()
         with torch.no_grad():
             self._stepper.prepare(self.param_groups, self.state, loaded=False)
-
-    def _refuse_rng(self, params: Any, options: dict[str, Any]) -> None:
-        given = [params] if isinstance(params, Tensor) else params
-        tensors = (one[1] if isinstance(one, tuple) else one for one in given)
-        recipe = Recipe(self._optimizer_class, self._kwargs, options)
-        for dtype in dict.fromkeys(one.dtype for one in tensors):
-            if uses_rng(recipe, dtype):
-                raise UnsupportedError(
-                    f"{self._label}: with {dtype} the class uses random numbers, as for "
-                    "stochastic rounding, which would depend on the ranks; use OwnedOptimizer, "
-                    "with seed=, or say elementwise=True to have them as they come"
-                )
 
     def params_on_host(self) -> list[Tensor]:
         """Return the parameters whose state lives in host memory, or will once they step."""

@@ -36,15 +36,12 @@ from fullshard.optim.owned.assign import (
 from fullshard.optim.owned.rounds import Bound, Family, Round, step_round
 from fullshard.optim.owned.state import OwnedParam
 from fullshard.optim.probe import (
-    SEED,
     Recipe,
     Shape,
     Traits,
     Units,
-    advance,
     check_shapes,
     keep_unchanged,
-    refuse_rng,
     sample,
     traits_of,
     units_of,
@@ -88,7 +85,6 @@ class OwnedOptimizer(Outer):
         "_round_nbytes",
         "_is_vouched_for",
         "_traits",
-        "_seed",
     )
 
     def __init__(
@@ -99,7 +95,6 @@ class OwnedOptimizer(Outer):
         cost: Cost | None = None,
         blocks: Rule | None = None,
         round_nbytes: int = _ROUND_NBYTES,
-        seed: int | None = None,
         independent: bool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -122,15 +117,15 @@ class OwnedOptimizer(Outer):
             round_nbytes: a step is done in rounds in each of which an owner gets at most so many
                 bytes of parameters (or one matrix), and as much again of gradients. The class steps
                 once a round.
-            seed: of random numbers that the class uses, as for stochastic rounding. Those of a
-                tensor depend on the seed, its number and the step only. Such a class needs one.
             independent: True asserts that the class steps each tensor by itself, or each block of
-                elements; None tests the class on small matrices of our own.
+                elements, and accepts its random numbers; None tests the class on small matrices
+                of our own.
             kwargs: arguments of ``optimizer_class``.
 
         Raises:
             UnsupportedError: the class does not step each tensor by itself, or not without a
-                closure, or ``differentiable`` is set; or a parameter is a flat parameter.
+                closure, or uses random numbers, or ``differentiable`` is set; or a parameter is a
+                flat parameter.
             ConfigError: ``params`` is empty or contains a parameter twice; the class or ``blocks``
                 refuses a parameter.
             ArgumentTypeError: an argument has a wrong type.
@@ -147,7 +142,6 @@ class OwnedOptimizer(Outer):
         self._cost = cost or newton_schulz_flops
         self._blocks = blocks
         self._round_nbytes = round_nbytes
-        self._seed = seed
         self._is_vouched_for = independent is True
         self._traits = Traits({}, is_late=False, counts=False, makes_state=False)
         super().__init__(params, optimizer_class, kwargs)
@@ -206,10 +200,11 @@ class OwnedOptimizer(Outer):
             self._optimizer_class, self._kwargs, options, is_vouched_for=self._is_vouched_for
         )
         given = param_group["params"]
-        self._check_matrices([given] if isinstance(given, Tensor) else given, options)
+        params = [given] if isinstance(given, Tensor) else given
+        if not self._is_vouched_for:
+            self._refuse_rng(params, options, "independent=True")
+        self._check_matrices(params, options)
         self._learn([options])
-        if self._seed is not None:
-            param_group.setdefault(SEED, self._seed)
         super().add_param_group(param_group)
         self._convert_group()
         self._traits = self._traits.merged(traits)
@@ -222,7 +217,6 @@ class OwnedOptimizer(Outer):
             placed, _ = placement_or_plain(param, label)
             block_size = block_size_of(name, placed.shape, self._blocks)
             is_cut = block_size > 0 and torch.Size(placed.shape).numel() > block_size
-            refuse_rng(self._recipe(options), param.dtype, self._seed, label, is_cut=is_cut)
             if is_cut:
                 self._units(param, placed.shape, block_size, options)
             for block in blocks_of(0, name, placed.shape, self._blocks):
@@ -354,7 +348,6 @@ class OwnedOptimizer(Outer):
         for family in self._families:
             family.step(ready, step)
         self._announce(ready)
-        advance(self.param_groups)
         if failures:
             raise failures[0]
         torch.autograd.graph.increment_version(

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fullshard.optim.inner import Groups, Inner, KeptOptions, numbered
+from fullshard.optim.inner import Groups, Inner
 from fullshard.optim.owned.assign import Cost, Ranks, rounds_of
 from fullshard.optim.owned.exchange import BlockPart, Peers, parts_of, to_holders, to_owners
 from fullshard.optim.owned.state import FullBlock, OwnedParam
-from fullshard.optim.probe import SEED, First, seeded, widened
+from fullshard.optim.probe import First, widened
 from fullshard.tensors import local_part
 
 _EMPTY = torch.empty(0, device="cpu")
@@ -221,41 +221,18 @@ def _write_kept(
 def step_round(
     inner: Inner, groups: Groups, one: Round, amp: Mapping[str, Tensor], *, counts: bool
 ) -> None:
-    """Step all tensors of a round that this rank owns, those of groups with a seed one by one.
+    """Step all tensors of a round that this rank owns.
 
     Args:
         inner: the optimizer.
         groups: the user's groups.
         one: the round; memory is bound.
         amp: see ``Inner.step``.
-        counts: step also if there are none, for the class counts in its groups.
+        counts: True if the class counts in its groups, so it must step even without tensors.
     """
     blocks = one.own_blocks()
-    alone = [at for at in blocks if SEED in groups[one.members[at].owned.group]]
-    if not alone:
-        if blocks or counts:
-            _step(inner, groups, one, blocks, amp)
+    if not blocks and not counts:
         return
-    before = KeptOptions(groups)
-    together = {at: own for at, own in blocks.items() if at not in alone}
-    if together:
-        _step(inner, groups, one, together, amp)
-    number_of = {id(param): at for at, (_, param) in enumerate(numbered(groups))}
-    for at in alone:
-        before.restore()
-        owned, number = one.members[at]
-        seed, device = groups[owned.group][SEED], owned.param.device
-        with seeded(seed, number_of[id(owned.param)], number, device):
-            _step(inner, groups, one, {at: blocks[at]}, amp)
-
-
-def _step(
-    inner: Inner,
-    groups: Groups,
-    one: Round,
-    blocks: Mapping[int, FullBlock],
-    amp: Mapping[str, Tensor],
-) -> None:
     by_group: list[list[Any]] = [[] for _ in groups]
     for at, own in blocks.items():
         by_group[one.members[at].owned.group].append(own)

@@ -11,11 +11,11 @@ from fullshard.optim.probe.blocks import (
     padded_numel,
     sample,
     units_of,
+    uses_rng,
     widened,
 )
 from fullshard.optim.probe.elementwise import check_elementwise, refuse, scalar_keys, scalar_keys_of
 from fullshard.optim.probe.independent import Traits, check_shapes, traits_of
-from fullshard.optim.probe.seeds import SEED, advance, refuse_rng, seeded, uses_rng
 from fullshard.optim.probe.subclasses import (
     Unchanged,
     held_by,
@@ -33,13 +33,10 @@ __all__ = [
     "First",
     "BlockPiece",
     "Recipe",
-    "SEED",
     "Shape",
     "Traits",
     "Unchanged",
     "Units",
-    "advance",
-    "refuse_rng",
     "check_elementwise",
     "check_shapes",
     "uses_rng",
@@ -51,7 +48,6 @@ __all__ = [
     "refuse",
     "replace",
     "sample",
-    "seeded",
     "scalar_keys",
     "scalar_keys_of",
     "tensors_for_numbers",

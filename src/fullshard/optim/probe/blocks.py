@@ -46,6 +46,7 @@ _STEPS = 3
 
 _samples: dict[object, dict[str, Any]] = {}
 _units: dict[object, Units] = {}
+_rng_users: dict[object, bool] = {}
 
 
 class Recipe(NamedTuple):
@@ -101,6 +102,22 @@ def sample(recipe: Recipe, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
                 step_without_hooks(optimizer)
             _samples[key] = dict(optimizer.state.get(param, {}))
     return _samples[key]
+
+
+def uses_rng(recipe: Recipe, dtype: torch.dtype) -> bool:
+    """Return whether a step of a small matrix of this dtype uses PyTorch's generator."""
+    key = (recipe.key, dtype)
+    if key not in _rng_users:
+        with isolated():
+            param = nn.Parameter(torch.ones(2, 5, dtype=dtype))
+            param.grad = torch.ones_like(param)
+            before = torch.get_rng_state()
+            try:
+                step_without_hooks(recipe.made([param]))
+            except Exception:
+                return False  # other trials report the error
+            _rng_users[key] = not torch.equal(before, torch.get_rng_state())
+    return _rng_users[key]
 
 
 def _smaller(shape: Shape) -> Shape:
