@@ -1,4 +1,4 @@
-"""Which optimizers may step on joined tensors, and what they refuse."""
+"""Which optimizers may step on coalesced tensors, and what they refuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim import ShardedOptimizer
 from fullshard.optim.flat.scalars import is_cut, one_for_many
-from fullshard.optim.probe.elementwise import scalar_keys_of
+from fullshard.optim.probe import scalar_keys_of
 from tests.pure.buffers import neighbours, parameters
 
 
@@ -306,6 +306,24 @@ class OfAnother(Optax):
 
     def __init__(self, other: Optimizer) -> None:
         super().__init__([param for group in other.param_groups for param in group["params"]])
+
+
+class CountsIfLarge(Optax):
+    """Makes its count only with a large decay."""
+
+    def __init__(self, params: Any, decay: float, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr, decay=decay)
+
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        found = super().change(param, group)
+        if group["decay"] < 0.5:
+            del self.state[param]["count"]
+        return found
+
+
+def test_another_value_of_an_option_may_make_other_state() -> None:
+    assert scalar_keys_of(CountsIfLarge([torch.zeros(1)], decay=0.1)) == {"step"}
+    assert scalar_keys_of(CountsIfLarge([torch.zeros(1)], decay=0.9)) == {"step", "count"}
 
 
 def test_names_alone_say_nothing_about_state() -> None:

@@ -21,7 +21,8 @@ from fullshard.optim.owned.assign import (
     pieces_of,
     rounds_of,
 )
-from fullshard.optim.probe.blocks import LARGE, padded_numel
+from fullshard.optim.probe import padded_numel
+from fullshard.optim.probe.probe import LARGE
 from tests.pure.owners_table import MODELS, RANKS, row, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"

@@ -14,7 +14,7 @@ from fullshard.engine.steps import refused
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.host import refuse_fraction
 from fullshard.optim.inner import AMP, Inner, options_of
-from fullshard.optim.probe import Recipe, scalar_keys, uses_rng
+from fullshard.optim.probe import Probe
 
 
 class Outer(Optimizer, ABC):
@@ -122,22 +122,18 @@ class Outer(Optimizer, ABC):
         group = self.param_groups[-1]
         group.update(self._inner.converted(options_of(group)))
 
+    def _probe(self, options: dict[str, Any]) -> Probe:
+        return Probe(self._optimizer_class, self._kwargs, options)
+
     def _learn(self, many_options: Iterable[dict[str, Any]]) -> None:
         for options in many_options:
-            self._inner.scalars |= scalar_keys(self._optimizer_class, self._kwargs, options)
+            self._inner.scalars |= self._probe(options).scalar_keys()
 
-    def _refuse_rng(self, params: Any, options: dict[str, Any], vouching: str) -> None:
-        """Refuse random numbers of the class; ``vouching``: the argument that accepts them."""
+    def _check_random(self, params: Any, probe: Probe, accept: str) -> None:
+        """Refuse random numbers of the class; ``accept``: the argument that accepts them."""
         given = [params] if isinstance(params, Tensor) else params
-        tensors = (one[1] if isinstance(one, tuple) else one for one in given)
-        recipe = Recipe(self._optimizer_class, self._kwargs, options)
-        for dtype in dict.fromkeys(one.dtype for one in tensors):
-            if uses_rng(recipe, dtype):
-                raise UnsupportedError(
-                    f"{self._label}: with {dtype} the class uses random numbers, as for "
-                    "stochastic rounding, which would depend on the number of ranks; switch them "
-                    f"off, or accept them with {vouching}"
-                )
+        dtypes = (one[1].dtype if isinstance(one, tuple) else one.dtype for one in given)
+        probe.check_random(dtypes, self._label, accept)
 
     def _check_params(self, params: Iterable[Any]) -> None:
         known = {id(param) for group in self.param_groups for param in group["params"]}

@@ -15,7 +15,7 @@ from fullshard.optim.flat.scalars import check_state
 from fullshard.optim.flat.step import Stepper
 from fullshard.optim.host import FRACTION, checked_fraction, hosted
 from fullshard.optim.inner import numbered, options_of
-from fullshard.optim.probe import Unchanged, check_elementwise, refuse
+from fullshard.optim.probe import Probe, Unchanged
 
 
 class ShardedOptimizer(Outer):
@@ -77,7 +77,8 @@ class ShardedOptimizer(Outer):
         """
         self._check_optimizer_class(optimizer_class)
         if elementwise is False:
-            refuse(optimizer_class)
+            probe = Probe(optimizer_class, kwargs, {})
+            raise probe.refusal("elementwise", reason="elementwise=False says so")
         self._is_vouched_for = elementwise is True
         label = f"{type(self).__name__}({optimizer_class.__name__})"
         self._host_fraction = checked_fraction(host_fraction, label)
@@ -130,8 +131,9 @@ class ShardedOptimizer(Outer):
             fraction = checked_fraction(param_group.pop(FRACTION), self._label)
         options = self._prepare_group(param_group)
         if not self._is_vouched_for:
-            check_elementwise(self._optimizer_class, self._kwargs, options)
-            self._refuse_rng(param_group["params"], options, "elementwise=True")
+            probe = self._probe(options)
+            probe.check_elementwise()
+            self._check_random(param_group["params"], probe, "elementwise=True")
         self._learn([options])
         super().add_param_group(param_group)
         self._fractions.append(fraction)
@@ -165,7 +167,7 @@ class ShardedOptimizer(Outer):
         state = {**state, "state": _unwrapped(state["state"])}
         for group in () if self._is_vouched_for else groups:
             options = {**self._inner.defaults, **options_of(group)}
-            check_elementwise(self._optimizer_class, self._kwargs, options)
+            self._probe(options).check_elementwise()
         self._learn(map(options_of, groups))
         for _, param in numbered(groups):
             check_state(groups, param, state["state"].get(param, {}), self._inner.scalars)

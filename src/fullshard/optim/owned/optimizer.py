@@ -36,14 +36,11 @@ from fullshard.optim.owned.assign import (
 from fullshard.optim.owned.rounds import Bound, Family, Round, step_round
 from fullshard.optim.owned.state import OwnedParam
 from fullshard.optim.probe import (
-    Recipe,
+    Probe,
     Shape,
     Traits,
     Units,
-    check_shapes,
     keep_unchanged,
-    sample,
-    traits_of,
     units_of,
 )
 from fullshard.tensors import local_part
@@ -196,20 +193,19 @@ class OwnedOptimizer(Outer):
             UnsupportedError: as when the optimizer is created.
         """
         options = self._prepare_group(param_group)
-        traits = traits_of(
-            self._optimizer_class, self._kwargs, options, is_vouched_for=self._is_vouched_for
-        )
+        probe = self._probe(options)
+        traits = probe.traits(is_vouched_for=self._is_vouched_for)
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else given
         if not self._is_vouched_for:
-            self._refuse_rng(params, options, "independent=True")
-        self._check_matrices(params, options)
+            self._check_random(params, probe, "independent=True")
+        self._check_matrices(params, probe)
         self._learn([options])
         super().add_param_group(param_group)
         self._convert_group()
         self._traits = self._traits.merged(traits)
 
-    def _check_matrices(self, params: Sequence[Any], options: dict[str, Any]) -> None:
+    def _check_matrices(self, params: Sequence[Any], probe: Probe) -> None:
         matrices = {}
         for index, item in enumerate(params):
             name, param = item if isinstance(item, tuple) else ("", item)
@@ -218,10 +214,10 @@ class OwnedOptimizer(Outer):
             block_size = block_size_of(name, placed.shape, self._blocks)
             is_cut = block_size > 0 and torch.Size(placed.shape).numel() > block_size
             if is_cut:
-                self._units(param, placed.shape, block_size, options)
+                self._units(param, placed.shape, block_size, probe)
             for block in blocks_of(0, name, placed.shape, self._blocks):
                 matrices[label.partition(": ")[2]] = (block.shape, param.dtype)
-        check_shapes(self._optimizer_class, self._kwargs, options, matrices)
+        probe.check_shapes(matrices)
 
     # owners
 
@@ -269,11 +265,9 @@ class OwnedOptimizer(Outer):
         owned: dict[int, OwnedParam] = {}
         for number, (group, _, param, placed) in enumerate(params):
             if number in pieces:
-                block_size = pieces[number].blocks[0].block_size
-                options = self.param_groups[group]
-                units = (
-                    self._units(param, placed.shape, block_size, options) if block_size else None
-                )
+                size = pieces[number].blocks[0].block_size
+                probe = self._group_probe(group)
+                units = self._units(param, placed.shape, size, probe) if size else None
                 owned[id(param)] = OwnedParam(param, group, placed, *pieces[number], ranks, units)
                 continue
             own = [next(owners) for _ in blocks[number]]
@@ -284,19 +278,15 @@ class OwnedOptimizer(Outer):
         if not ranks.is_alone:
             self._loads.append((members, family.loads(self._cost)))
 
-    def _units(
-        self, param: Tensor, shape: Shape, block_size: int, options: dict[str, Any]
-    ) -> Units:
+    def _units(self, param: Tensor, shape: Shape, block_size: int, probe: Probe) -> Units:
         vouched = self._is_vouched_for
-        return units_of(
-            self._recipe(options), shape, param.dtype, block_size, is_vouched_for=vouched
-        )
+        return units_of(probe, shape, param.dtype, block_size, is_vouched_for=vouched)
 
-    def _recipe(self, group: dict[str, Any]) -> Recipe:
-        return Recipe(self._optimizer_class, self._kwargs, options_of(group))
+    def _group_probe(self, group: int) -> Probe:
+        return self._probe(options_of(self.param_groups[group]))
 
     def _sample(self, group: int, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-        return sample(self._recipe(self.param_groups[group]), shape, dtype)
+        return self._group_probe(group).sample(shape, dtype)
 
     def _tell(self) -> None:
         """Say once what every rank steps."""

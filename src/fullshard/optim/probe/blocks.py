@@ -13,68 +13,23 @@ of a piece is a step of a tensor about as large as the full one, with zeros besi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fullshard._torch import autograd as _autograd
 from fullshard.errors import UnsupportedError
 from fullshard.optim.inner import Inner, Steppable, step_without_hooks
-from fullshard.optim.probe.elementwise import (
-    exactly,
-    isolated,
-    kind_of,
-    safe_group_options,
-    safe_options,
-    values_like,
-)
+from fullshard.optim.probe.probe import LARGE, Probe, Shape, values_like
 from fullshard.optim.probe.subclasses import held_by, rebuilt, unwrapped
 
-Shape = tuple[int, ...]
 Units = dict[str, int]
 """By name of the state: how many of it, counted on the first dim, belong to a block."""
 
-LARGE = 1 << 16
-"""Elements: a class treats all tensors alike that are larger, and equal modulo the block."""
-
 _STEPS = 3
-
-_samples: dict[object, dict[str, Any]] = {}
-_units: dict[object, Units] = {}
-_rng_users: dict[object, bool] = {}
-
-
-class Recipe(NamedTuple):
-    """How the optimizer of a parameter group is made."""
-
-    optimizer_class: type[Optimizer]
-    kwargs: Mapping[str, Any]
-    options: Mapping[str, Any]
-
-    @property
-    def key(self) -> object:
-        """Return a key that is equal for groups that a trial treats alike."""
-        return exactly(
-            (self.optimizer_class, safe_options(self.kwargs), safe_group_options(self.options))
-        )
-
-    @property
-    def kind(self) -> object:
-        """Return a key that is equal for groups whose state has the same form."""
-        return kind_of(
-            (self.optimizer_class, safe_options(self.kwargs), safe_group_options(self.options))
-        )
-
-    def made(self, params: Sequence[Tensor]) -> Optimizer:
-        """Return an optimizer for a trial."""
-        return self.optimizer_class(
-            [{"params": params, **safe_group_options(self.options)}], **safe_options(self.kwargs)
-        )
 
 
 def padded_numel(numel: int, full: int, block_size: int) -> int:
@@ -86,60 +41,13 @@ def padded_numel(numel: int, full: int, block_size: int) -> int:
     return least + (full - least) % block_size
 
 
-def sample(recipe: Recipe, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the state that the class makes for a tensor of this shape, perhaps of a smaller one.
-
-    Made by a step without a gradient, on the CPU.
-    """
-    shape = _smaller(shape)
-    key = (recipe.kind, shape, dtype)
-    if key not in _samples:
-        with isolated():
-            param = nn.Parameter(torch.zeros(shape, dtype=dtype))
-            param.grad = torch.zeros_like(param)
-            optimizer = recipe.made([param])
-            with suppress(Exception):  # a class may refuse such a tensor, or need the full one
-                step_without_hooks(optimizer)
-            _samples[key] = dict(optimizer.state.get(param, {}))
-    return _samples[key]
-
-
-def uses_rng(recipe: Recipe, dtype: torch.dtype) -> bool:
-    """Return whether a step of a small matrix of this dtype uses PyTorch's generator."""
-    key = (recipe.key, dtype)
-    if key not in _rng_users:
-        with isolated():
-            param = nn.Parameter(torch.ones(2, 5, dtype=dtype))
-            param.grad = torch.ones_like(param)
-            before = torch.get_rng_state()
-            try:
-                step_without_hooks(recipe.made([param]))
-            except Exception:
-                return False  # other trials report the error
-            _rng_users[key] = not torch.equal(before, torch.get_rng_state())
-    return _rng_users[key]
-
-
-def _smaller(shape: Shape) -> Shape:
-    """Return a shape that is no larger than need be, of as many dims, of none much longer.
-
-    As many times as the number of its elements can be halved, it can be, up to 256.
-    """
-    numel = torch.Size(shape).numel()
-    if numel <= 2 * LARGE:
-        return shape
-    even = math.gcd(numel, 256)
-    rows, columns = even * ((256 // even) | 1), 257
-    return (*(1 for _ in shape[2:]), rows, columns) if len(shape) > 1 else (rows * columns,)
-
-
 def units_of(
-    recipe: Recipe, shape: Shape, dtype: torch.dtype, block_size: int, *, is_vouched_for: bool
+    probe: Probe, shape: Shape, dtype: torch.dtype, block_size: int, *, is_vouched_for: bool
 ) -> Units:
     """Return how much of each state belongs to a block, having tried that blocks are independent.
 
     Args:
-        recipe: the class, its arguments and options.
+        probe: the class.
         shape: of the full parameter.
         dtype: its dtype.
         block_size: elements of a block, or of several.
@@ -150,39 +58,27 @@ def units_of(
             elements of the full tensor, or has other state.
     """
     numel = padded_numel(0, torch.Size(shape).numel(), block_size)
-    key = (recipe.key, numel, len(shape), dtype, block_size, is_vouched_for)
-    if key not in _units:
-        sizes = (
-            () if is_vouched_for else (min(4 * block_size, numel), numel)
-        )  # few may tell already
-        found = (_refusal(recipe, size, shape, dtype, block_size) for size in sizes)
-        reason = next(filter(None, found), "")
-        if reason:
-            name = recipe.optimizer_class.__name__
-            raise UnsupportedError(
-                f"OwnedOptimizer({name}): ranks hold pieces of a parameter of shape {shape}, cut "
-                f"every {block_size} elements, which in a trial {name} did not step as it steps "
-                f"the full tensor ({reason}). Give a multiple of the elements that it quantises "
-                "together as blocks=, or leave it out: then owners step each parameter in full"
-            )
-        _units[key] = _units_by_size(recipe, numel, dtype, block_size)
-    return _units[key]
+
+    def trial() -> Units:
+        small = min(4 * block_size, numel)  # may show a difference at less cost
+        for size in () if is_vouched_for else (small, numel):
+            try:
+                units = _units_by_size(probe, size, dtype, block_size)
+                reason = _difference(probe, size, len(shape), dtype, units, block_size)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+            if reason:
+                raise probe.refusal("blocks", shape=shape, block_size=block_size, reason=reason)
+        return _units_by_size(probe, numel, dtype, block_size)
+
+    return probe.once(("units", numel, len(shape), dtype, block_size, is_vouched_for), trial)
 
 
-def _refusal(recipe: Recipe, numel: int, shape: Shape, dtype: torch.dtype, block_size: int) -> str:
-    """Return what is wrong with pieces of so many elements, if something is."""
-    try:
-        units = _units_by_size(recipe, numel, dtype, block_size)
-        return _difference(recipe, numel, shape, dtype, units, block_size)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def _units_by_size(recipe: Recipe, numel: int, dtype: torch.dtype, block_size: int) -> Units:
+def _units_by_size(probe: Probe, numel: int, dtype: torch.dtype, block_size: int) -> Units:
     """Compare the state of a tensor with that of one that is larger, or smaller, by a block."""
-    known = _shapes(recipe, numel, dtype)
+    known = _shapes(probe, numel, dtype)
     for other in (numel + block_size, numel - block_size):
-        its = _shapes(recipe, other, dtype)
+        its = _shapes(probe, other, dtype)
         if {key: (len(s), s[1:]) for key, s in known.items()} == {
             key: (len(s), s[1:]) for key, s in its.items()
         }:
@@ -190,47 +86,44 @@ def _units_by_size(recipe: Recipe, numel: int, dtype: torch.dtype, block_size: i
     raise UnsupportedError(f"its state of {numel} elements is unlike that of a block more or less")
 
 
-def _shapes(recipe: Recipe, numel: int, dtype: torch.dtype) -> dict[str, torch.Size]:
+def _shapes(probe: Probe, numel: int, dtype: torch.dtype) -> dict[str, torch.Size]:
     param = nn.Parameter(torch.zeros(numel, dtype=dtype))
     param.grad = torch.zeros_like(param)
-    with isolated():
-        optimizer = recipe.made([param])
-        step_without_hooks(optimizer)
+    optimizer = probe.made([param])
+    step_without_hooks(optimizer)
     state = unwrapped(optimizer.state.get(param, {}))
     return {key: getattr(value, "shape", torch.Size()) for key, value in state.items()}
 
 
 def _difference(
-    recipe: Recipe, numel: int, shape: Shape, dtype: torch.dtype, units: Units, block_size: int
+    probe: Probe, numel: int, ndim: int, dtype: torch.dtype, units: Units, block_size: int
 ) -> str:
     """Step a tensor in full and in pieces; return what differs, if something does."""
     many = -(-numel // block_size)
     starts = sorted({0, block_size, block_size * ((many + 1) // 2)} - {many * block_size})
     stops = [*starts[1:], numel]
-    dims = (*(1 for _ in shape[1:]), numel)  # as many as the parameter's
+    dims = (*(1 for _ in range(ndim - 1)), numel)  # as many as the parameter's
     full = nn.Parameter(_values(numel, 0, block_size).to(dtype).view(dims))
     flat = full.detach().view(-1)
-    with isolated():
-        inner = Inner(recipe.optimizer_class, safe_options(recipe.kwargs))
-        groups: Any = [{**safe_group_options(recipe.options), "params": []}]
-        reference = recipe.made([full])
-        pieces = [
-            _Piece(BlockPiece(start, stop - start, numel, block_size), flat[start:stop].clone())
-            for start, stop in zip(starts, stops, strict=True)
-        ]
-        groups[0] = {**inner.converted(groups[0]), "params": []}
-        inner.set_runs(groups, [pieces])
-        for step in range(_STEPS):
-            grad = _values(numel, step + 1, block_size).to(dtype)
-            full.grad = grad.view(dims).clone()
-            step_without_hooks(reference)
-            for one in pieces:
-                one.tensor.grad = grad[one.piece.start :][: one.piece.numel].clone()
-            first = [First(one, one.piece, units) for one in pieces] if not step else []
-            with widened(inner, first):
-                for one in pieces if inner.is_eager and not step else ():
-                    inner.set_state(one, inner.first_state(one, groups[0]))
-                inner.step(groups, {})
+    inner = Inner(probe.optimizer_class, probe.kwargs)
+    groups: Any = [{**inner.converted(probe.options), "params": []}]
+    reference = probe.made([full])
+    pieces = [
+        _Piece(BlockPiece(start, stop - start, numel, block_size), flat[start:stop].clone())
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+    inner.set_runs(groups, [pieces])
+    for step in range(_STEPS):
+        grad = _values(numel, step + 1, block_size).to(dtype)
+        full.grad = grad.view(dims).clone()
+        step_without_hooks(reference)
+        for one in pieces:
+            one.tensor.grad = grad[one.piece.start :][: one.piece.numel].clone()
+        first = [First(one, one.piece, units) for one in pieces] if not step else []
+        with widened(inner, first):
+            for one in pieces if inner.is_eager and not step else ():
+                inner.set_state(one, inner.first_state(one, groups[0]))
+            inner.step(groups, {})
     return _compared(full, reference.state[full], inner, pieces, units)
 
 
