@@ -204,7 +204,7 @@ def test_a_part_that_does_not_fit_leaves_both_as_they_are() -> None:
     saved["state"][0]["momentum_buffer"].zero_()
     refuse = mock.Mock(side_effect=ConfigError("does not fit"))
     with (
-        mock.patch.object(ShardedOptimizer, "load_state_dict", refuse),
+        mock.patch.object(ShardedOptimizer, "check_loaded", refuse),
         pytest.raises(ConfigError, match="does not fit"),
     ):
         optimizer.load_state_dict(saved)

@@ -154,18 +154,37 @@ class Outer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: vars(self)[name] for name in self._mine}}
 
-    def _revive(self, state: dict[str, Any]) -> bool:
-        """Make what a copy lacks; return whether this is one."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy; also called at the end of ``load_state_dict``.
+
+        Raises:
+            ConfigError, UnsupportedError: see ``check_loaded``; nothing was loaded.
+        """
         is_copy = "_inner" not in vars(self)
         if is_copy:
             vars(self).update({name: state[name] for name in self._mine})
             self._start()
-        return is_copy
-
-    def _take_state(self, state: dict[str, Any]) -> None:
-        """Take loaded groups and state; state dicts of older versions lack some options."""
+        else:
+            self.check_loaded(state)
+        self._learn(map(options_of, state["param_groups"]))
         super().__setstate__(state)
-        for group in self.param_groups:
+        for group in self.param_groups:  # state dicts of older versions lack some options
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
             group.update(self._inner.converted(options_of(group)))
+        with torch.no_grad():
+            self._adopt_loaded()
+        self._was_loaded = True
+
+    @abstractmethod
+    def check_loaded(self, state: dict[str, Any]) -> None:
+        """Check loaded groups and state, and change nothing.
+
+        Raises:
+            ConfigError: some state does not fit its parameter, or the class does not make it.
+            UnsupportedError: the class is refused with the options of a group.
+        """
+
+    @abstractmethod
+    def _adopt_loaded(self) -> None:
+        """Give the inner optimizer the state in ``state``."""

@@ -154,27 +154,18 @@ class ShardedOptimizer(Outer):
         finally:
             last.remove()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy; also called at the end of ``load_state_dict``.
-
-        Raises:
-            ConfigError: some state does not fit its parameter; nothing was loaded.
-            UnsupportedError: the class is not element-wise with the options of a group; nothing was
-                loaded.
-        """
-        self._revive(state)
+    def check_loaded(self, state: dict[str, Any]) -> None:
+        """Check loaded groups and state, and change nothing."""
+        _unwrap(state["state"])
         groups = state["param_groups"]
-        state = {**state, "state": _unwrapped(state["state"])}
-        for group in () if self._is_vouched_for else groups:
-            options = {**self._inner.defaults, **options_of(group)}
-            self._probe(options).check_elementwise()
         self._learn(map(options_of, groups))
+        for group in () if self._is_vouched_for else groups:
+            self._probe({**self._inner.defaults, **options_of(group)}).check_elementwise()
         for _, param in numbered(groups):
             check_state(groups, param, state["state"].get(param, {}), self._inner.scalars)
-        self._take_state(state)
-        with torch.no_grad():
-            self._stepper.prepare(self.param_groups, self.state, loaded=True)
-        self._was_loaded = True
+
+    def _adopt_loaded(self) -> None:
+        self._stepper.prepare(self.param_groups, self.state, loaded=True)
 
 
 def _keep_on_host(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -195,11 +186,10 @@ def _keep_on_host(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def _unwrapped(state: Any) -> Any:
-    """Return state in which tensors that were ``Unchanged`` have the dtypes of their parameters."""
+def _unwrap(state: Any) -> None:
+    """Give tensors that were ``Unchanged`` the dtypes of their parameters."""
     for param, own in state.items():
         for key, one in own.items() if isinstance(own, dict) else ():
             if isinstance(one, Unchanged):
                 value: Any = one.value
                 own[key] = value.to(param.dtype) if param.is_floating_point() else value
-    return state

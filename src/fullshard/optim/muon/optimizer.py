@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -194,8 +193,8 @@ class Muon(Optimizer):
             part.add_param_group(group)
         else:
             part = self._parts[algorithm] = self._part(algorithm, group)
+            part.state = self.state  # one dict for all; a new part has no state
         self.param_groups.append(part.param_groups[-1])
-        self._share_state()
 
     def _check_new(self, params: Iterable[Tensor]) -> None:
         known = {id(param) for _, param in numbered(self.param_groups)}
@@ -211,16 +210,6 @@ class Muon(Optimizer):
             [group], FullMuon, blocks=_Blocks(self.rule), independent=True, **self._options
         )
 
-    def _share_state(self) -> None:
-        """Let this optimizer and its parts have one ``state``."""
-        state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for part in self._parts.values():
-            own = {param for _, param in numbered(part.param_groups)}
-            state.update({param: kept for param, kept in part.state.items() if param in own})
-        self.state = state
-        for part in self._parts.values():
-            part.state = state
-
     def __getstate__(self) -> dict[str, Any]:
         mine = ("_options", "_adamw", "_parts", "rule")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in mine}}
@@ -234,39 +223,27 @@ class Muon(Optimizer):
         if "_parts" in state:  # a copy, whose parts are copied with it
             super().__setstate__(state)
             self._chosen = {}
-            self._share_state()
             return
-        groups = state["param_groups"]
-        order = [group["algorithm"] for group in self.param_groups]
-        for number, (group, own) in enumerate(zip(groups, order, strict=True)):
+        groups: list[dict[str, Any]] = state["param_groups"]
+        for number, (group, known) in enumerate(zip(groups, self.param_groups, strict=True)):
+            own = known["algorithm"]
             if group.setdefault("algorithm", own) != own:
                 raise ConfigError(
                     f"Muon.load_state_dict: parameters of group {number} were stepped by "
                     f"{group['algorithm']}, and are by {own} now; give the rule that was saved"
                 )
-        self._load(groups, state["state"])
-        self._follow_parts(order)
-
-    def _follow_parts(self, order: Sequence[str]) -> None:
-        """Take over groups and state of the parts, whose groups are in this order here."""
-        left = {name: iter(part.param_groups) for name, part in self._parts.items()}
-        self.param_groups = [next(left[name]) for name in order]
-        self._share_state()
-
-    def _load(self, groups: Sequence[dict[str, Any]], state: Mapping[Tensor, Any]) -> None:
-        """Load the parts, all or none."""
-        before: list[tuple[Part, dict[str, Any]]] = []
+        loaded: dict[str, dict[str, Any]] = {
+            name: {
+                "state": state["state"],
+                "param_groups": [group for group in groups if group["algorithm"] == name],
+            }
+            for name in self._parts
+        }
         for name, part in self._parts.items():
-            own = [group for group in groups if group["algorithm"] == name]
-            before.append((part, _numbered(part.param_groups, self.state)))
-            try:
-                part.load_state_dict(_numbered(own, state))
-            except Exception:
-                for other, kept in before[:-1]:
-                    other.load_state_dict(kept)
-                order = [group["algorithm"] for group in self.param_groups]
-                self._follow_parts(order)
-                raise
+            part.check_loaded(loaded[name])
+        super().__setstate__(state)
+        for name, part in self._parts.items():
+            part.__setstate__(loaded[name])
 
 
 def _groups_of(chosen: Sequence[tuple[Tensor, ParamChoice]]) -> Iterator[dict[str, Any]]:
@@ -279,18 +256,6 @@ def _groups_of(chosen: Sequence[tuple[Tensor, ParamChoice]]) -> Iterator[dict[st
         group = found.setdefault(repr(sorted(options.items())), {"params": [], **options})
         group["params"].append((choice.names[0], param))
     yield from found.values()
-
-
-def _numbered(groups: Sequence[dict[str, Any]], state: Mapping[Tensor, Any]) -> dict[str, Any]:
-    """Return a state dict of ``groups``, in which parameters are numbers."""
-    params = [param for _, param in numbered(groups)]
-    numbers = iter(range(len(params)))
-    return {
-        "state": {number: state[param] for number, param in enumerate(params) if param in state},
-        "param_groups": [
-            {**group, "params": [next(numbers) for _ in group["params"]]} for group in groups
-        ],
-    }
 
 
 class _Blocks:

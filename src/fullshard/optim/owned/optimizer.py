@@ -397,21 +397,15 @@ class OwnedOptimizer(Outer):
         finally:
             last.remove()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy; also called at the end of ``load_state_dict``.
-
-        Raises:
-            ConfigError: the state is not what the class makes; nothing was loaded.
-        """
-        is_copy = self._revive(state)
+    def check_loaded(self, state: dict[str, Any]) -> None:
+        """Check loaded groups and state, and change nothing."""
         self._learn(map(options_of, state["param_groups"]))
-        if not is_copy:
-            self._settle()
-            self._refuse(state["state"])
-        self._take_state(state)
         self._settle()
-        with torch.no_grad():
-            for _, param in numbered(self.param_groups):
-                owned = self._owned[id(param)]
-                if not local_part(param).is_meta or param in self.state:
-                    self._read(owned)
+        self._refuse(state["state"])
+
+    def _adopt_loaded(self) -> None:
+        self._settle()
+        for _, param in numbered(self.param_groups):
+            owned = self._owned[id(param)]
+            if not local_part(param).is_meta or param in self.state:
+                self._read(owned)
