@@ -154,6 +154,18 @@ class Outer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: vars(self)[name] for name in self._mine}}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and state."""
+        last = self.register_load_state_dict_pre_hook(lambda _, given: self._protect(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+
+    @abstractmethod
+    def _protect(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Wrap tensors that ``load_state_dict`` must not cast in ``Unchanged``."""
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy; also called at the end of ``load_state_dict``.
 

@@ -146,13 +146,22 @@ class ShardedOptimizer(Outer):
         chosen = hosted(self.param_groups, self._fractions)
         return [param for _, param in numbered(self.param_groups) if id(param) in chosen]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and state; state that lives in host memory does not pass the device."""
-        last = self.register_load_state_dict_pre_hook(_keep_on_host)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
+    def _protect(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep state that lives in host memory off the device."""
+        chosen = set(map(id, self.params_on_host()))
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        params = (param for _, param in numbered(self.param_groups))
+        kept = {n for n, param in zip(numbers, params, strict=False) if id(param) in chosen}
+        state = {
+            number: {
+                key: Unchanged(one) if isinstance(one, Tensor) and key != "step" else one
+                for key, one in own.items()
+            }
+            if number in kept
+            else own
+            for number, own in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
 
     def check_loaded(self, state: dict[str, Any]) -> None:
         """Check loaded groups and state, and change nothing."""
@@ -166,24 +175,6 @@ class ShardedOptimizer(Outer):
 
     def _adopt_loaded(self) -> None:
         self._stepper.prepare(self.param_groups, self.state, loaded=True)
-
-
-def _keep_on_host(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state_dict`` with what lives on the host ``Unchanged``: it stays off the device."""
-    chosen = set(map(id, optimizer.params_on_host()))
-    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-    params = (param for _, param in numbered(optimizer.param_groups))
-    kept = {n for n, param in zip(numbers, params, strict=False) if id(param) in chosen}
-    state = {
-        number: {
-            key: Unchanged(one) if isinstance(one, Tensor) and key != "step" else one
-            for key, one in own.items()
-        }
-        if number in kept
-        else own
-        for number, own in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
 
 
 def _unwrap(state: Any) -> None:

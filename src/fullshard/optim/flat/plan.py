@@ -123,26 +123,10 @@ def _part_of(local: Tensor) -> FlatPart | None:
     return flat_part_of(local) if local.layout is torch.strided else None
 
 
-class Tolerance(NamedTuple):
-    """Limits within which gradients may move before the runs must be recomputed.
-
-    Attributes:
-        anywhere: True if there are as few runs as if gradients were laid out like parameters.
-        outside: a parameter that is in a buffer while its gradient is in none, if there is one.
-            As long as this gradient is in none, recomputing the runs gains nothing.
-    """
-
-    anywhere: bool
-    outside: Tensor | None
-
-
-def plan_runs(candidates: Sequence[Candidate]) -> tuple[list[Run], Tolerance]:
-    """Return new runs, and how far gradients may move before these are outdated."""
+def plan_runs(candidates: Sequence[Candidate]) -> list[Run]:
+    """Return new runs of all candidates."""
     runs = find_runs([one.position(by_grad=True) for one in candidates])
-    fewest = find_runs([one.position(by_grad=False) for one in candidates])
-    outside = (one.param for one in candidates if one.part and not one.grad_part)
-    tolerance = Tolerance(len(runs) == len(fewest), next(outside, None))
-    return [_run_of([candidates[i] for i in run]) for run in runs], tolerance
+    return [_run_of([candidates[i] for i in run]) for run in runs]
 
 
 def _run_of(members: Sequence[Candidate]) -> Run:
@@ -171,7 +155,7 @@ class StepPlan:
         groups: Groups,
         grads: Sequence[Tensor | None],
         runs: Sequence[Run],
-        tolerance: Tolerance,
+        candidates: Sequence[Candidate],
     ) -> None:
         """Record the facts on which ``runs`` depend.
 
@@ -179,7 +163,7 @@ class StepPlan:
             groups: the groups of all parameters.
             grads: the gradient of each parameter, or None.
             runs: the runs of all parameters with gradients.
-            tolerance: how far gradients may move before ``runs`` are outdated.
+            candidates: the facts from which ``runs`` were made.
         """
         self._params = params = [param for _, param in numbered(groups)]
         self._sizes = [len(group["params"]) for group in groups]
@@ -193,10 +177,14 @@ class StepPlan:
         self._addresses = self._find(params)
         self._loose = [n for run, those in pairs if not run.is_coalesced for n in those]
         self.exposed = [params[n] for n in self._loose]
-        self._outside = None if tolerance.anywhere else tolerance.outside
-        self._is_free = tolerance.anywhere or tolerance.outside is not None
-        bound = [pair for pair in pairs if pair[0].is_coalesced or not self._is_free]
-        self._neighbours = _Neighbours(bound, grads)
+        # New addresses of gradients call for new runs only if these may be fewer. They cannot be if
+        # runs are as few as if gradients lay like parameters, or while a gradient is in no buffer.
+        fewest = find_runs([one.position(by_grad=False) for one in candidates])
+        outside = (one.param for one in candidates if one.part and not one.grad_part)
+        self._outside = next(outside, None) if len(runs) > len(fewest) else None
+        self._may_move = len(runs) == len(fewest) or self._outside is not None
+        checked = [pair for pair in pairs if pair[0].is_coalesced or not self._may_move]
+        self._neighbours = _Neighbours(checked, grads)
 
     def is_valid(self, groups: Groups, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
         """Return whether the runs are still right as far as addresses tell.
@@ -210,7 +198,7 @@ class StepPlan:
             and list(map(is_, grads, repeat(None))) == self._absent
             and self._find(params) == self._addresses
             and (self._outside is None or _position_of_gradient(self._outside) is None)
-            and self._neighbours.hold(grads, anywhere=self._is_free)
+            and self._neighbours.hold(grads, may_move=self._may_move)
             and _are_ready([params[n] for n in self._loose], [grads[n] for n in self._loose])
         )
 
@@ -241,13 +229,13 @@ class _Neighbours:
                 self._numbers += numbers
         self._addresses = self._find(grads)
 
-    def hold(self, grads: Sequence[Any], *, anywhere: bool) -> bool:
-        """Return whether addresses are the old ones, or, if ``anywhere``, only the distances."""
+    def hold(self, grads: Sequence[Any], *, may_move: bool) -> bool:
+        """Return whether addresses are the old ones, or, if ``may_move``, only the distances."""
         found = self._find(grads)
         if found is None or found == self._addresses:
             return found is not None
         firsts = map(found.__getitem__, self._leaders)
-        return anywhere and found == list(map(add, firsts, self._nbytes))
+        return may_move and found == list(map(add, firsts, self._nbytes))
 
     def _find(self, grads: Sequence[Any]) -> list[int] | None:
         """Return their addresses; None if one is not contiguous or has no address (sparse)."""

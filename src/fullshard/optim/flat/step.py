@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import UnsupportedError
-from fullshard.optim.flat.plan import Candidate, StepPlan, Tolerance, align, gradients, plan_runs
+from fullshard.optim.flat.plan import Candidate, StepPlan, align, gradients, plan_runs
 from fullshard.optim.flat.run import Run
 from fullshard.optim.flat.scalars import check_state, state_keys_of
 from fullshard.optim.host import Stream, hosted
@@ -115,13 +115,13 @@ class Stepper:
         pairs = zip(numbered(groups), grads, strict=True)
         chosen = [(member, grad) for member, grad in pairs if grad is not None]
         members, its_grads = [member for member, _ in chosen], [grad for _, grad in chosen]
-        runs, tolerance = self._find_runs(groups, members, its_grads, state)
+        runs, candidates = self._find_runs(groups, members, its_grads, state)
         group_of = {id(param): number for (number, param), _ in chosen}
         by_group: list[list[Run]] = [[] for _ in groups]
         for run in runs:
             by_group[group_of[id(run.params[0])]].append(run)
         self._stream.set_runs(groups, by_group)
-        plan = StepPlan(groups, grads, runs, tolerance)
+        plan = StepPlan(groups, grads, runs, candidates)
         found = _bind(plan, grads)
         assert found, "a run that was just found lies nowhere"
         return plan
@@ -132,8 +132,8 @@ class Stepper:
         members: Sequence[tuple[int, Tensor]],
         grads: Sequence[Tensor | None],
         state: State,
-    ) -> tuple[list[Run], Tolerance]:
-        """Return the runs of these parameters, with their state in place; see ``plan``."""
+    ) -> tuple[list[Run], list[Candidate]]:
+        """Return the runs of these parameters, with their state in place, and their facts."""
         self.wait()
         params = [param for _, param in members]
         for param in params:
@@ -141,13 +141,11 @@ class Stepper:
             check_state(groups, param, state.get(param, {}), self._inner.scalars)
         state_keys = state_keys_of(params, state, self._inner.scalars)
         facts = zip(members, grads, state_keys, self._places(groups, params), strict=True)
-        runs, tolerance = plan_runs(
-            [Candidate.of(p, grad, group, key, at) for (group, p), grad, key, at in facts]
-        )
-        runs = [self._known(run, state) or run for run in runs]
+        candidates = [Candidate.of(p, grad, group, key, at) for (group, p), grad, key, at in facts]
+        runs = [self._known(run, state) or run for run in plan_runs(candidates)]
         new = [run for run in runs if run is not self._run_of.get(run.params[0])]
         self._settle(new, groups, state)
-        return runs, tolerance
+        return runs, candidates
 
     def _places(self, groups: Groups, params: Sequence[Tensor]) -> list[bool | None]:
         """Return for each parameter whether its state is on the host; None: wherever it is."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.inner import label_of
-from fullshard.optim.muon.newton_schulz import COEFFICIENTS, Coefficients, orthogonalise
+from fullshard.optim.muon.newton_schulz import COEFFICIENTS, orthogonalise
 
 SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
@@ -23,6 +23,21 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 """By ``adjust_lr_fn``, the factor of the learning rate for a matrix of (rows, columns)."""
 
 NS_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": COEFFICIENTS,
+    "eps": 1e-7,
+    "ns_steps": 5,
+    "adjust_lr_fn": None,
+    "ns_dtype": "bfloat16",
+    "batched": None,
+    "stacked": 0,  # the number of leading dims that count matrices
+}
 
 
 class FullMuon(Optimizer):
@@ -35,45 +50,18 @@ class FullMuon(Optimizer):
     This class sees full tensors: on sharded parameters, it is what ``OwnedOptimizer`` runs.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        *,
-        nesterov: bool = True,
-        ns_coefficients: Coefficients = COEFFICIENTS,
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
-        ns_dtype: str = "bfloat16",
-        batched: bool | None = None,
-        stacked: int = 0,
-    ) -> None:
-        """Create the optimizer; see ``Muon`` for all arguments but the last.
-
-        Args:
-            stacked: the number of leading dims that count matrices.
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        """Create the optimizer; options are those in ``DEFAULTS``, see ``Muon``.
 
         Raises:
             ConfigError: an option has a value that cannot work.
+            ArgumentTypeError: there is no option of this name.
             UnsupportedError: a parameter is no matrix and no stack of them.
         """
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-            "batched": batched,
-            "stacked": stacked,
-        }
-        super().__init__(params, defaults)
+        unknown = options.keys() - DEFAULTS.keys()
+        if unknown:
+            raise ArgumentTypeError(f"Muon: got {sorted(unknown)}, expected {[*DEFAULTS]}")
+        super().__init__(params, {**DEFAULTS, **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group.

@@ -10,6 +10,7 @@ place. Each way is one exchange of bytes for all dtypes; both ends compute the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -110,39 +111,24 @@ def _exchange(
     device: torch.device,
 ) -> None:
     """Copy the tensors in ``sent``, by rank, to those in ``taken`` on that rank."""
-    packed, lengths = _pack(sent, device)
-    _, sizes = _places(taken)
-    given = all_to_all(packed, lengths, sizes, group)
-    targets = [one for those in taken for one in those]
-    if targets:
-        torch._foreach_copy_(targets, _views(given, taken))
-
-
-def _pack(sent: list[list[Tensor]], device: torch.device) -> tuple[Tensor, list[int]]:
-    _, lengths = _places(sent)
-    sources = [one for those in sent for one in those]
+    sources, targets = list(chain(*sent)), list(chain(*taken))
+    lengths, sizes = ([sum(map(_padded, those)) for those in one] for one in (sent, taken))
     packed = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
     if sources:
-        torch._foreach_copy_(_views(packed, sent), sources)
-    return packed, lengths
+        torch._foreach_copy_(_views(packed, sources), sources)
+    given = all_to_all(packed, lengths, sizes, group)
+    if targets:
+        torch._foreach_copy_(targets, _views(given, targets))
 
 
-def _places(tensors: list[list[Tensor]]) -> tuple[list[int], list[int]]:
-    """Return where in a buffer each tensor begins, and how many bytes those of each rank take."""
-    places, lengths, end = [], [], 0
-    for those in tensors:
-        begin = end
-        for one in those:
-            places.append(end)
-            end += -(-one.nbytes // _ALIGN) * _ALIGN
-        lengths.append(end - begin)
-    return places, lengths
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGN) * _ALIGN
 
 
-def _views(buffer: Tensor, tensors: list[list[Tensor]]) -> list[Tensor]:
-    places, _ = _places(tensors)
-    flat = [one for those in tensors for one in those]
+def _views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of ``buffer`` that are like ``tensors``, one after the other."""
+    starts = accumulate(map(_padded, tensors), initial=0)
     return [
         buffer[at : at + one.nbytes].view(one.dtype).view(one.shape)
-        for at, one in zip(places, flat, strict=True)
+        for at, one in zip(starts, tensors, strict=False)
     ]

@@ -33,7 +33,7 @@ from fullshard.optim.owned.assign import (
     pieces_on,
     placement_or_plain,
 )
-from fullshard.optim.owned.rounds import Bound, Family, Round, step_round
+from fullshard.optim.owned.rounds import Family, Round, step_round
 from fullshard.optim.owned.state import OwnedParam
 from fullshard.optim.probe import (
     Probe,
@@ -148,7 +148,7 @@ class OwnedOptimizer(Outer):
         self._families: list[Family] = []
         self._owned: dict[int, OwnedParam] = {}  # by ``id`` of the parameter
         self._loads: list[tuple[set[int], dict[int, float]]] = []  # of each family, by rank
-        self._has_told = False
+        self._has_warned = False
 
     def owners_of(self, param: Tensor) -> list[int]:
         """Return the rank that owns each block of a parameter; [] if every rank steps it.
@@ -234,7 +234,7 @@ class OwnedOptimizer(Outer):
         largest_first = sorted(new.items(), key=lambda one: -(one[0].size() if one[0] else 0))
         for mesh, params in largest_first:
             self._add_family(Ranks(mesh), params)
-        self._tell()
+        self._warn_of_replicas()
 
     def _add_family(
         self, ranks: Ranks, params: Sequence[tuple[int, str, Tensor, ParamPlacement]]
@@ -288,16 +288,16 @@ class OwnedOptimizer(Outer):
     def _sample(self, group: int, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
         return self._group_probe(group).sample(shape, dtype)
 
-    def _tell(self) -> None:
-        """Say once what every rank steps."""
+    def _warn_of_replicas(self) -> None:
+        """Log once the parameters that every rank steps."""
         plain = [one for one in self._owned.values() if one.ranks.is_alone]
-        if self._has_told or not plain or not dist.is_initialized() or dist.get_world_size() == 1:
+        if self._has_warned or not plain or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        self._has_told = True
+        self._has_warned = True
         work = sum(float(self._cost(block.shape)) for one in plain for block in one.blocks)
         log.warning(
-            "%s: %d plain tensors, of %d elements, are stepped on every rank, for none holds a part"
-            " of them only; cost %.3g on each rank, beside %.3g of the busiest owner",
+            "%s: %d plain tensors, of %d elements, are replicated, so every rank steps them: cost "
+            "%.3g per rank; the busiest owner has %.3g",
             self._label,
             len(plain),
             sum(one.param.numel() for one in plain),
@@ -326,7 +326,7 @@ class OwnedOptimizer(Outer):
         before = KeptOptions(self.param_groups)
         failures: list[Exception] = []
 
-        def step(one: Round, bound: Bound) -> None:
+        def step(one: Round, bound: set[int]) -> None:
             if failures:
                 return
             before.restore()
@@ -344,10 +344,10 @@ class OwnedOptimizer(Outer):
             [param for _, param in numbered(self.param_groups) if ready[id(param)] is not None]
         )
 
-    def _step_round(self, one: Round, bound: Bound, amp: Mapping[str, Tensor]) -> None:
+    def _step_round(self, one: Round, bound: set[int], amp: Mapping[str, Tensor]) -> None:
         step_round(self._inner, self.param_groups, one, amp, counts=self._traits.counts)
         for owned in one.params:
-            owned.refresh(self._inner, bound.addresses, may_change=self._traits.is_late)
+            owned.refresh(self._inner, bound, may_change=self._traits.is_late)
 
     # state
 
@@ -389,13 +389,8 @@ class OwnedOptimizer(Outer):
                 for owned in stepped:
                     owned.write_numbers(self.state)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and state; tensors keep the dtypes that the class gives them."""
-        last = self.register_load_state_dict_pre_hook(keep_unchanged)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
+    def _protect(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return keep_unchanged(state_dict)  # tensors keep the dtypes that the class gives them
 
     def check_loaded(self, state: dict[str, Any]) -> None:
         """Check loaded groups and state, and change nothing."""

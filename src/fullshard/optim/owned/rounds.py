@@ -50,15 +50,8 @@ class Round(NamedTuple):
         return {at: self.members[at].owned.own_blocks[self.members[at].number] for at in self.mine}
 
 
-class Bound(NamedTuple):
-    """Blocks of a round at their owner, and the addresses of memory that is someone else's."""
-
-    blocks: list[Tensor]
-    grads: list[Tensor]
-    addresses: set[int]
-
-
-Step = Callable[[Round, Bound], None]
+Step = Callable[[Round, set[int]], None]
+"""Steps a round, given the addresses of memory that is released afterwards."""
 
 
 class Family:
@@ -173,7 +166,7 @@ def _run(one: Round, grads: Mapping[int, Tensor], step: Step) -> None:
     for at, own in one.own_blocks().items():
         own.bind(blocks[at], block_grads[at])
     try:
-        step(one, Bound(blocks, block_grads, bound))
+        step(one, bound)
         for at, own in one.own_blocks().items():
             stepped = own.tensor.data
             if stepped.data_ptr() != blocks[at].data_ptr():  # the class gave it other memory

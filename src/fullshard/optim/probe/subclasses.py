@@ -96,8 +96,8 @@ class Unchanged:
         self.value = value
 
 
-def keep_unchanged(optimizer: object, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state_dict`` with all tensors ``Unchanged``; a hook for before it is loaded."""
+def keep_unchanged(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state_dict`` with all tensors ``Unchanged``."""
     state = {
         number: {
             key: Unchanged(one) if isinstance(one, Tensor) else one for key, one in own.items()
