@@ -20,7 +20,7 @@ from fullshard.optim.probe import Probe
 class Outer(Optimizer, ABC):
     """An optimizer whose groups and state are those of ``optimizer_class``, run on other tensors.
 
-    Subclasses say in ``_mine`` which attributes a copy has, and make everything else in ``_start``.
+    ``_mine`` names the attributes that a copy gets; ``_start`` makes all others.
     """
 
     _mine: ClassVar[tuple[str, ...]] = ("_optimizer_class", "_kwargs")
@@ -82,7 +82,7 @@ class Outer(Optimizer, ABC):
 
     @torch.no_grad()
     def step_within(self, outer: Optimizer) -> None:
-        """Do the work of ``step`` in the step of ``outer``, which has stepped nothing before."""
+        """Do the work of ``step`` as the first part of a step of ``outer``."""
         try:
             ready = self._prepare()
         except (ConfigError, UnsupportedError):
@@ -96,7 +96,7 @@ class Outer(Optimizer, ABC):
         """Check everything that may be refused, and return what ``_step`` needs.
 
         Raises:
-            ConfigError, UnsupportedError: alike on all ranks, for what all ranks know.
+            ConfigError, UnsupportedError: on all ranks, if all ranks know the reason.
         """
 
     @abstractmethod

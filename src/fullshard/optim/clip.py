@@ -26,8 +26,8 @@ def coalesced(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return ``tensors`` with neighbors in a buffer merged into one 1-D view each.
 
     Neighbors have no padding between them. Tensors without elements are left out. Views are sorted
-    by the first index of their tensors, so the order depends on which buffer holds what, never on
-    addresses; otherwise the rounding of sums over the views would depend on addresses too.
+    by the first index of their tensors, never by address: the rounding of sums over the views must
+    not depend on addresses.
     """
     filled = list(filter(Tensor.numel, tensors))
     try:
@@ -155,10 +155,10 @@ def _by_device(grads: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[Tensor,
 
 
 def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_SameGroups]:
-    """Return the local gradients, in an order that does not depend on which of them there are.
+    """Return the local gradients, in an order that missing gradients do not change.
 
-    Ranks need not have the same gradients, as those that hold different experts, and must reduce
-    over the same groups all the same.
+    Ranks with different experts have different gradients, and must reduce over the same groups in
+    the same order.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     pairs = zip(params, map(attrgetter("grad"), params), strict=True)

@@ -31,7 +31,7 @@ class Searchable(Protocol):
 
 
 class _Report(NamedTuple):
-    """What one rank knows about a step that is skipped."""
+    """The facts that one rank has about a skipped step."""
 
     rank: int
     reduced: list[tuple[int, str]]

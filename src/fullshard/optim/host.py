@@ -72,8 +72,8 @@ def fewest(sizes: Sequence[int], fraction: float) -> list[int]:
 def hosted(groups: Groups, fractions: Sequence[float]) -> set[int]:
     """Return the ``id`` of each parameter whose state lives in host memory.
 
-    What a group has in one buffer, its part of a unit, is kept together. Sizes are those on this
-    rank, so ranks with equal shards choose alike; nothing depends on it.
+    Parameters of a group in one buffer, its part of a unit, stay together. Sizes are those on this
+    rank. Ranks with equal shards choose alike, but no result depends on the choice.
     """
     chosen: set[int] = set()
     for group, fraction in zip(groups, fractions, strict=False):
@@ -129,7 +129,7 @@ class HostCopies:
         """Begin to copy ``host_state`` of ``run`` to the device, unless begun already."""
         if run in self._fetched:
             return
-        # What is read may still be arriving, and memory may still be left by the run before last.
+        # Copies to the host must end before their results are read and before memory is used again.
         self._lanes.join(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
         with self._lanes.on(Lane.HOST_TO_DEVICE):
             here = {
@@ -150,11 +150,11 @@ class HostCopies:
     def return_to_host(
         self, now: dict[str, Tensor], here: dict[str, Tensor], host_state: Any
     ) -> Any:
-        """Begin to copy stepped state to the host; return it there, with what is new in it.
+        """Begin to copy stepped state to the host; return the state there, with new entries.
 
         Args:
-            now: state after the step; what lies elsewhere than before is copied once more.
-            here: what ``take`` returned; nobody may use it any longer.
+            now: state after the step; tensors in other memory than before are copied once more.
+            here: the result of ``take``; callers may not use it any longer.
             host_state: memory of ``here`` on the host.
         """
         fresh = {key: one for key, one in now.items() if not _is_alike(one, host_state.get(key))}
@@ -170,7 +170,7 @@ class HostCopies:
         return kept | {key: self.to_host(one) for key, one in fresh.items()}
 
     def to_host(self, value: Tensor) -> Tensor:
-        """Return a copy on the host of what the current lane has written; block the host."""
+        """Return a copy on the host, after the writes of the current lane; block the host."""
         return host_like(value, self._device).copy_(value)
 
     def wait(self) -> None:
@@ -200,7 +200,7 @@ class Stream:
         self._hosted = [(at, run) for at, its in enumerate(runs) for run in its if run.on_host]
 
     def to_host(self, run: HostedRun, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``values``, state of ``run`` on its device, with what is cut on the host."""
+        """Return ``values``, state of ``run`` on its device, with cut state on the host."""
         copies, cut = self._copies_of(run), run.cut(values, self._inner.scalars)
         return {**values, **{key: copies.to_host(one) for key, one in cut.items()}}
 

@@ -27,7 +27,7 @@ class ShardedOptimizer(Outer):
     are those of ``optimizer_class`` itself (fused classes may round differently).
 
     Usage is that of ``optimizer_class``: ``param_groups`` and ``state`` show parameters, each with
-    state in the parameter's own form, so schedulers, hooks, ``GradScaler`` and
+    state in the parameter's own form. So schedulers, hooks, ``GradScaler`` and
     ``torch.distributed.checkpoint`` work unchanged, and state dicts are interchangeable with those
     of ``optimizer_class``. Loaded state is copied; state set by hand is copied at the next step.
     Methods that ``optimizer_class`` adds to those of every optimizer are not available.
@@ -63,9 +63,9 @@ class ShardedOptimizer(Outer):
             optimizer_class: a class like those of ``torch.optim``, updating each element by itself.
             elementwise: True asserts that the class does so, False that it does not; None tests
                 the class on small tensors of our own.
-            host_fraction: the share of the state's bytes that lives in host memory, at least; state
-                of a unit, or of what a group has of it, is not divided. A group may have one of its
-                own. No part of state dicts.
+            host_fraction: the smallest share of the state's bytes that lives in host memory. The
+                state of a unit's parameters in one group moves as a whole. A group may have its own
+                ``host_fraction``. State dicts do not contain it.
             kwargs: arguments of ``optimizer_class``.
 
         Raises:

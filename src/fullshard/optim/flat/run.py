@@ -10,8 +10,8 @@
 
 The inner optimizer steps ``tensor``, which has memory only during a step: a run that held
 references would keep alive parameters that ``.to()`` replaced, and would keep the engine from
-reusing the buffer of the gradients. Users see views of the run's state, and when a run splits, the
-new runs use views of it too: edits in place need no copying, and what users hold stays valid.
+reusing the buffer of the gradients. Users see views of the run's state. When a run splits, the
+new runs use views of that state too. So edits in place need no copy, and old views stay valid.
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ class FullMuon(Optimizer):
     """Muon, with the arithmetic of ``torch.optim.Muon`` and its state, ``momentum_buffer``.
 
     Matrices of one shape are orthogonalised together. A parameter of more than two dims is a
-    matrix of its first dim by all others, like the weights of a convolution, or, by the option
-    ``stacked`` of its group, a stack of such matrices, like the weights of experts.
+    matrix of its first dim by all others, like the weights of a convolution. With the option
+    ``stacked`` of its group, it is a stack of such matrices, like the weights of experts.
 
-    This class sees full tensors: on sharded parameters, it is what ``OwnedOptimizer`` runs.
+    This class sees full tensors; ``OwnedOptimizer`` runs it on sharded parameters.
     """
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
@@ -55,7 +55,7 @@ class FullMuon(Optimizer):
 
         Raises:
             ConfigError: an option has a value that cannot work.
-            ArgumentTypeError: there is no option of this name.
+            ArgumentTypeError: the name of an option is unknown.
             UnsupportedError: a parameter is no matrix and no stack of them.
         """
         unknown = options.keys() - DEFAULTS.keys()

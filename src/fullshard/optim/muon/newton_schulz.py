@@ -16,8 +16,8 @@ _MOST_NUMEL = 1 << 27
 """Elements of the matrices that go through one product; they are copied, see ``orthogonalise``."""
 
 _TRIED_NUMEL, _MOST_TRIALS = 1 << 20, 512
-"""A trial compares so many elements of a square product, in so many rounds at most: CPUs were seen
-to round one of a hundred thousand otherwise, which one small matrix would rarely show."""
+"""Elements of square products that a trial compares, and its largest number of rounds. CPUs were
+seen to round one element of a hundred thousand differently; one small matrix rarely shows that."""
 
 _rounds_alike: dict[Hashable, bool] = {}
 
@@ -44,8 +44,8 @@ def orthogonalise(
         steps: how often the polynomial is applied.
         eps: the least norm by which a matrix is divided.
         dtype: of all products, and of the result.
-        batched: whether matrices go through one product. None: where each is bit-equal to what it
-            would be alone, so that results do not depend on how many there are.
+        batched: whether matrices go through one product. None: if a trial finds results bit-equal
+            to those of each matrix alone, so results do not depend on the number of matrices.
     """
     polynomial = (coefficients, steps, eps)
     results: list[Tensor] = []

@@ -34,7 +34,7 @@ Part = OwnedOptimizer | ShardedOptimizer
 class Muon(Optimizer):
     """An optimizer for a model: Muon for its matrices, AdamW for all other parameters.
 
-    Usage is that of any optimizer, but it is given the model, sharded or not::
+    Usage is that of any optimizer, but the first argument is the model, sharded or not::
 
         optimizer = Muon(model, lr=0.02, adamw=dict(lr=3e-4))
         print(optimizer.rule)  # which parameter is stepped by what, and why
@@ -89,8 +89,9 @@ class Muon(Optimizer):
                 columns) ** 0.5, for learning rates of AdamW; "spectral_unclamped" times
                 (rows / columns) ** 0.5.
             ns_dtype: the dtype of the products of Newton-Schulz.
-            batched: whether matrices of one shape share products; None: where each is bit-equal to
-                what it is alone, so that results depend on no number of ranks.
+            batched: whether matrices of one shape share products. None: share products that a trial
+                finds bit-equal to those of each matrix alone, so results are equal on any number of
+                ranks.
 
         Raises:
             ConfigError: an option or an answer of ``rule`` cannot work; nothing can be trained.
@@ -146,7 +147,7 @@ class Muon(Optimizer):
         return loss
 
     def state_like(self, param: Tensor, key: str, shape: Sequence[int]) -> DTensor | None:
-        """Return an empty tensor cut as the state ``key`` of ``param`` is, for who loads state.
+        """Return an empty tensor cut as the state ``key`` of ``param``, for a load.
 
         None: it has the form of state of AdamW; see ``OwnedOptimizer.state_like``.
         """
@@ -156,8 +157,8 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, for example when layers are unfrozen.
 
-        Without ``"algorithm"`` in the group, each parameter is stepped by what ``rule`` says, and
-        there may be several new groups.
+        Without ``"algorithm"`` in the group, ``rule`` chooses for each parameter, and there may be
+        several new groups.
 
         Raises:
             ConfigError: a parameter has a group already, or is not one of the model.

@@ -21,7 +21,7 @@ MUON, ADAMW = "muon", "adamw"
 
 @dataclass(frozen=True, eq=False)
 class ParamInfo:
-    """What a rule may look at, beside the name of a parameter.
+    """Facts about a parameter, beside its name, for a rule.
 
     Attributes:
         param: the parameter; of a sharded model, a rank's part of it.
@@ -51,7 +51,7 @@ Rule = Callable[[str, ParamInfo], Answer]
 
 @dataclass(frozen=True, eq=False)
 class ParamChoice:
-    """What was chosen for one parameter.
+    """The choice for one parameter.
 
     Attributes:
         names: of the parameter; a tied one has several.
@@ -104,12 +104,12 @@ class Choices(Sequence[ParamChoice]):
 def choose(
     model: nn.Module, rule: Rule | Mapping[str, Answer] | None
 ) -> Iterator[tuple[nn.Parameter, ParamChoice]]:
-    """Yield the parameters of ``model``, in its order, each with what ``rule`` chooses for it.
+    """Yield the parameters of ``model``, in its order, each with the choice of ``rule``.
 
     Args:
         model: sharded or not.
         rule: a function; or answers by pattern, such as ``"*.router.weight"``, of which the first
-            that fits one of a parameter's names counts. What it leaves open, ``default_rule`` says.
+            that fits one of a parameter's names counts. None calls ``default_rule``.
 
     Raises:
         ConfigError: an answer is not one, or a pattern fits no parameter.

@@ -34,7 +34,7 @@ _NS_STEPS = 5
 
 
 class OwnedBlock(NamedTuple):
-    """What one rank steps as one tensor: all, some rows, or a piece of a parameter.
+    """A tensor that one rank steps: all, some rows, or a piece of a parameter.
 
     Attributes:
         param: number of the parameter.
@@ -59,7 +59,7 @@ class OwnedBlock(NamedTuple):
 
 
 def newton_schulz_flops(shape: Shape) -> float:
-    """Return the operations of five Newton-Schulz steps, and of ten per element beside them.
+    """Return the operations of five Newton-Schulz steps, plus ten per element.
 
     A matrix of three or more dims counts as its first dim times all others; with fewer than two
     dims there is nothing to orthogonalise.
@@ -74,9 +74,9 @@ def newton_schulz_flops(shape: Shape) -> float:
 def blocks_of(param: int, name: str, shape: Shape, rule: Rule | None) -> list[OwnedBlock]:
     """Return the blocks of a parameter, in the order of its elements.
 
-    The rule returns None: the parameter is one matrix; "each": each index of the first dim is one,
-    with one dim less, as in a stack of experts; or numbers of rows: so many rows each, as in
-    queries, keys and values that are one parameter.
+    If the rule returns None, the parameter is one matrix. With "each", each index of the first dim
+    is a matrix with one dim less, as in a stack of experts. Numbers of rows give matrices of so
+    many rows, as in queries, keys and values that are one parameter.
 
     Raises:
         ConfigError: the rule returns anything else, or rows that do not add up.
@@ -152,7 +152,7 @@ def _are_rows(wanted: object, size: int) -> bool:
 
 
 class Matrix(NamedTuple):
-    """What the choice of an owner depends on.
+    """Facts about a matrix that decide its owner.
 
     Attributes:
         param: number of the parameter of which it is a block.
@@ -240,7 +240,7 @@ class ParamPlacement(NamedTuple):
 
 
 def placement_or_plain(param: Tensor, label: str) -> tuple[ParamPlacement, DeviceMesh | None]:
-    """Return where ``param`` lies; a plain tensor lies on no mesh.
+    """Return the placement and the mesh of ``param``; for a plain tensor the mesh is None.
 
     Args and errors are those of ``placement_of``.
     """
@@ -279,7 +279,7 @@ def placement_of(param: Tensor, label: str) -> tuple[ParamPlacement, DeviceMesh]
 
 
 class Ranks:
-    """The ranks of a mesh in ascending order, and what each holds of parameters.
+    """The ranks of a mesh in ascending order, and the parts of parameters that each holds.
 
     Attributes:
         numbers: the ranks, as numbers of the default process group.

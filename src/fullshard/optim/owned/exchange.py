@@ -1,10 +1,10 @@
-"""Bring the parts of matrices to their owners, and what owners made of them back; packed.
+"""Send the parts of matrices to their owners, and updated parts back, packed.
 
     rank 0   w w . . | b        one all-to-all       rank 0   w w w w        full, at the owner
     rank 1   . . w w | . b b    ------------->       rank 1            b b b
 
-What a rank keeps of its own does not travel: it is copied, or, if it is the full matrix, used in
-place. Each way is one exchange of bytes for all dtypes; both ends compute the same order.
+Parts that an owner holds itself do not travel: they are copied, or, if they are the full matrix,
+used in place. Each way is one exchange of bytes for all dtypes; both ends compute the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fullshard.comm import all_to_all
 from fullshard.layout.region import Overlap, Region
 from fullshard.optim.owned.assign import OwnedBlock
 
-_ALIGN = 16  # bytes, so that tensors of any dtype can lie in the buffer
+_ALIGN = 16  # bytes, as tensors of any dtype need
 
 
 class BlockPart(NamedTuple):

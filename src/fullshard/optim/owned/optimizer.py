@@ -54,20 +54,20 @@ class OwnedOptimizer(Outer):
     """An optimizer that steps full tensors with ``optimizer_class``, each on one rank, its owner.
 
     For classes that look at more than one element, such as ``torch.optim.Muon``, ``Adafactor`` or
-    Shampoo. Each step brings the parts of a matrix, gradient and parameter, to its owner in one
-    packed all-to-all, the owner steps, and a second all-to-all takes the updated parts back to the
-    ranks that hold them. Results are those of ``optimizer_class`` on the unsharded model, bit for
+    Shampoo. In each step one packed all-to-all sends the parts of a matrix, gradient and parameter,
+    to its owner. The owner steps. A second all-to-all sends the updated parts back to the ranks
+    that hold them. Results are those of ``optimizer_class`` on the unsharded model, bit for
     bit if the gradients are. No rank does what another does: matrices are given to all ranks of
     their mesh, replicas and tensor-parallel ranks too, so that costs are balanced. A matrix that a
     rank holds in full stays there as long as the balance allows, and is stepped in place.
 
-    Parameters travel along with their gradients because owners keep no copy of them, which would
-    take the size of the model divided by the number of ranks; whoever writes parameters between
-    steps need not tell. What owners do keep is the state. ``state`` shows it on all ranks by
-    parameter and name, as RaggedTensors of which only owners hold elements, see ``owned/state.py``;
-    Python numbers are shown as tensors. It is saved, loaded and moved to other owners, meshes and
-    layouts by ``fullshard.checkpoint`` like any other, also to and from the unsharded class. State
-    appears after the first step, in which ranks exchange its shapes.
+    Parameters travel along with their gradients, because owners keep no copy of them. A copy would
+    take the size of the model divided by the number of ranks, and be stale after any other write.
+    Owners keep the state. ``state`` shows it on all ranks by parameter and name, as RaggedTensors
+    of which only owners hold elements, see ``owned/state.py``; Python numbers are shown as tensors.
+    ``fullshard.checkpoint`` saves and loads this state, on any owners, meshes and layouts, also to
+    and from the unsharded class. State appears after the first step, in which ranks exchange its
+    shapes.
 
     ``param_groups``, schedulers, closures, ``GradScaler`` (a ``ShardedGradScaler``: all ranks must
     skip the same steps), hooks and copies are as with ``ShardedOptimizer``. Gradients must be
@@ -101,19 +101,18 @@ class OwnedOptimizer(Outer):
             params: parameters, named parameters or parameter groups as for any optimizer; they may
                 still be on the meta device.
             optimizer_class: a class like those of ``torch.optim``. Its instance on each rank has
-                the matrices that the rank owns, all of a group that are stepped at a time.
+                the matrices that the rank owns, all matrices of a round in one step.
             cost: the cost of a step of a matrix of the given shape, in any unit; None: the
                 operations of five Newton-Schulz steps. Equal on all ranks.
-            blocks: a rule ``(name, shape) -> None | "each" | numbers of rows | int`` that says
-                which parts of a parameter are matrices of their own: "each" index of the first dim,
-                with one dim less, as experts that are stacked; or so many rows each, as in queries,
-                keys and values. None: the full parameter. The name is "" if ``params`` have none.
-                An int, from the rule or in its stead: the class steps blocks of so many elements
-                independently, as those with 8-bit states do; each rank steps what it holds, but for
-                blocks of which it holds only a part. Tried on small tensors.
-            round_nbytes: a step is done in rounds in each of which an owner gets at most so many
-                bytes of parameters (or one matrix), and as much again of gradients. The class steps
-                once a round.
+            blocks: a rule ``(name, shape) -> None | "each" | numbers of rows | int`` for the
+                matrices of a parameter. None: the full parameter is one. "each": each index of the
+                first dim is one, with one dim less, as in a stack of experts. Numbers of rows, as
+                for queries, keys and values: each is a matrix of so many rows. The name is "" if
+                ``params`` have none. An int, from the rule or in its stead: the class steps blocks
+                of so many elements independently, as classes with 8-bit states do. Then each rank
+                steps the blocks that it holds. A trial on small tensors checks this.
+            round_nbytes: the most bytes of parameters (or one matrix) that an owner gets in one
+                round of a step, with as many bytes of gradients. The class steps once a round.
             independent: True asserts that the class steps each tensor by itself, or each block of
                 elements, and accepts its random numbers; None tests the class on small matrices
                 of our own.
@@ -165,7 +164,7 @@ class OwnedOptimizer(Outer):
         return [owned.ranks.numbers[owner] for owner in owned.owners]
 
     def loads(self) -> dict[int, float]:
-        """Return the cost of what each rank owns, of the meshes that this rank is in."""
+        """Return the cost of each rank's matrices, on the meshes that contain this rank."""
         self._settle()
         total: dict[int, float] = {}
         for _, loads in self._loads:
@@ -174,7 +173,7 @@ class OwnedOptimizer(Outer):
         return total
 
     def state_like(self, param: Tensor, key: str, shape: Sequence[int]) -> DTensor | None:
-        """Return an empty tensor cut as the state ``key`` of ``param`` is, for who loads state.
+        """Return an empty tensor cut as the state ``key`` of ``param``, for a load.
 
         None: the state has its usual form, which is not cut unless it has the parameter's shape.
         The first call may be a collective.
@@ -332,7 +331,7 @@ class OwnedOptimizer(Outer):
             before.restore()
             try:
                 self._step_round(one, bound, amp)
-            except Exception as error:  # others wait for what this rank sends
+            except Exception as error:  # other ranks wait for this rank's parts
                 failures.append(error)
 
         for family in self._families:

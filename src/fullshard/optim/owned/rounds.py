@@ -68,7 +68,7 @@ class Family:
         self._rounds: dict[object, list[Round]] = {}
 
     def loads(self, cost: Cost) -> dict[int, float]:
-        """Return the cost of what each rank owns."""
+        """Return the cost of each rank's matrices."""
         found = dict.fromkeys(self.ranks.numbers, 0.0)
         for one in self.members.values():
             for block, owner in zip(one.blocks, one.owners, strict=True):
@@ -184,7 +184,7 @@ def _run(one: Round, grads: Mapping[int, Tensor], step: Step) -> None:
 
 
 def _assembled(one: Round, locals_now: Sequence[Tensor]) -> tuple[list[Tensor], set[int]]:
-    """Return this rank's blocks with what it holds of them, and which are views of locals."""
+    """Return this rank's blocks, filled with its own parts, and indices of views of locals."""
     blocks = [_EMPTY] * len(one.members)
     number_of = {id(owned): number for number, owned in enumerate(one.params)}
     views: set[int] = set()

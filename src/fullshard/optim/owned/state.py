@@ -58,7 +58,7 @@ class Entries:
     Args:
         shape: the parameter's.
         blocks: its blocks, in the order of elements.
-        units: of a parameter in pieces, what belongs to a block of the class, see ``block_size``.
+        units: for a parameter in pieces, see ``units_of``.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class OwnedParam:
         blocks: its blocks, in the order of elements.
         owners: index of the owner of each block, ascending.
         ranks: the ranks of its mesh.
-        units: of a parameter in pieces, what belongs to a block of the class, see ``block_size``.
+        units: for a parameter in pieces, see ``units_of``.
         own_blocks: the blocks that this rank owns, by number.
         is_announced: all ranks know the shapes of its state.
     """
@@ -192,7 +192,7 @@ class OwnedParam:
         self.is_announced = False
         self._entries = Entries(placed.shape, blocks, units)
         self._described: list[Described] = [{} for _ in blocks]
-        self._views: dict[tuple[int, str], Tensor] = {}  # by block and key: part of what is shown
+        self._views: dict[tuple[int, str], Tensor] = {}  # by block and key: part of a shown tensor
         self._shown: dict[str, object] = {}
 
     # reading
@@ -232,7 +232,7 @@ class OwnedParam:
             own: by name; ``refuse`` has found nothing wrong with it.
             inner: the optimizer that steps the blocks.
             numbers: names of state that is a Python number there, with its type.
-            sample: returns state that the class makes for a tensor of a shape, see ``block_size``.
+            sample: returns state that the class makes, see ``Probe.sample``.
         """
         own = loaded(own, self.param, lambda: self._sample(0, sample))
         own = tensors_for_numbers(own, numbers, lambda: self._sample(0, sample))
@@ -278,7 +278,7 @@ class OwnedParam:
         Raises:
             ConfigError: it is not what the class makes.
         """
-        held: dict[int, list[str]] = {}  # by block: names of what should be in wrappers
+        held: dict[int, list[str]] = {}  # by block: names of tensors within wrappers
         for name, value in unwrapped(plain(own)).items():
             if "." not in name or not isinstance(value, Tensor):
                 continue
@@ -345,7 +345,7 @@ class OwnedParam:
         Args:
             inner: the optimizer that has stepped.
             bound: addresses of memory that is released after the step.
-            may_change: names or shapes of the state may be others than before.
+            may_change: whether the class may change names or shapes of the state.
 
         Raises:
             UnsupportedError: the class has changed names or shapes of the state.

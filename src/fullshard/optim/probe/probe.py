@@ -94,8 +94,8 @@ class Traits(NamedTuple):
 class Probe:
     """Trials of one optimizer class with the options of one parameter group.
 
-    Results are kept by class, all options and all that a trial depends on. The learning rate and
-    what schedulers keep in groups are no such options, as a trial replaces them. Options that a
+    Results are kept by class, all options, and the shapes and dtypes of the trial. A trial replaces
+    the learning rate and drops the options that schedulers keep in groups. Other options that a
     scheduler changes count when a group is added or a state dict is loaded.
     """
 
@@ -168,9 +168,8 @@ class Probe:
             is_vouched_for: do not refuse a class that treats tensors together.
 
         Raises:
-            UnsupportedError: a step of the class fails, as one that calls a closure does, the class
-                does not step each tensor by itself, or it keeps state of a kind that cannot be
-                shown.
+            UnsupportedError: a step fails, as that of a class which calls a closure does; or the
+                class does not step each tensor by itself, or keeps state that cannot be shown.
         """
         return self.once(("traits", is_vouched_for), lambda: self._traits(is_vouched_for))
 

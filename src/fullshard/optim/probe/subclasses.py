@@ -1,9 +1,8 @@
-"""Optimizer state of wrapper subclasses, such as quantised tensors, seen as what they hold.
+"""Optimizer state of wrapper subclasses, such as quantised tensors, as the tensors within.
 
     exp_avg: OptimState8bit      <->      exp_avg.codes, exp_avg.scale, exp_avg.qmap
 
-Any class that ``torch.compile`` could look into will do: it says by ``__tensor_flatten__`` which
-tensors it holds, and is made of such tensors by ``__tensor_unflatten__``.
+Any class works that has ``__tensor_flatten__`` and ``__tensor_unflatten__``.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def plain(own: Mapping[str, Any]) -> dict[str, Any]:
 def loaded(
     own: Mapping[str, Any], param: Tensor, sample: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return ``unwrapped`` state; what is ``Unchanged`` gets dtype and device that it has here.
+    """Return ``unwrapped`` state; give ``Unchanged`` tensors their dtype and device.
 
     The dtype is that of the state of this name which the class makes. If it makes none, it is the
     parameter's, if it is one of floats at all, as with ``Optimizer.load_state_dict``.
