@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,16 +104,18 @@ def host_like(like: Tensor, device: torch.device) -> Tensor:
     return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
 
-class HostedRun(Steppable, Protocol):
+class HostedRun(Steppable, ABC):
     """A run, whose state may live on the host."""
 
     on_host: bool | None
 
     @property
+    @abstractmethod
     def device(self) -> torch.device:
         """The device of its parameters."""
 
-    def cut(self, values: Mapping[str, Any], scalars: frozenset[str]) -> dict[str, Tensor]:
+    @abstractmethod
+    def cut(self, values: Mapping[str, Any], scalars: Container[str]) -> dict[str, Tensor]:
         """Return the state with one element per element of the run."""
 
 

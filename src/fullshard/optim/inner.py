@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fullshard._torch import autograd as _autograd
 from fullshard._torch import nn as _nn
 
 Groups = Sequence[dict[str, Any]]  # an optimizer's ``param_groups``
@@ -89,10 +90,30 @@ def step_without_hooks(optimizer: Optimizer) -> None:
     step(optimizer)
 
 
-class Steppable(Protocol):
-    """A parameter of the inner optimizer: a run of parameters or a full matrix."""
+EMPTY = torch.empty(0, device="cpu")
 
-    tensor: nn.Parameter
+
+class Steppable:
+    """A parameter of the inner optimizer: a run of parameters, a full matrix or a block.
+
+    Attributes:
+        tensor: the parameter; it has no memory between steps.
+    """
+
+    def __init__(self, empty: Tensor = EMPTY) -> None:
+        """Create a parameter that is ``empty`` between steps."""
+        self._empty = empty
+        self.tensor = nn.Parameter(empty.clone())
+
+    def bind(self, memory: Tensor, grad: Tensor | None) -> None:
+        """Bind ``memory`` and ``grad`` to the tensor."""
+        self.tensor.data = memory
+        _autograd.set_grad(self.tensor, grad)
+
+    def release(self) -> None:
+        """Release memory and gradient of the tensor."""
+        self.tensor.grad = None
+        self.tensor.data = self._empty
 
 
 class Inner:

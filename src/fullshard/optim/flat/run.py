@@ -22,12 +22,13 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullshard._torch import autograd as _autograd
 from fullshard._torch import memory as _memory
 from fullshard.optim.flat.scalars import StateOf, is_cut, is_cut_tensor
-from fullshard.optim.host import host_like
+from fullshard.optim.host import HostedRun, host_like
+from fullshard.optim.inner import EMPTY
 from fullshard.tensors import announce_flat, flat_part_of, local_part, shown_like
 
 _NOTHING: dict[str, Any] = {}
@@ -47,7 +48,7 @@ class Extent(NamedTuple):
     shape: torch.Size
 
 
-class Run:
+class Run(HostedRun):
     """Parameters that step as one tensor.
 
     Attributes:
@@ -70,8 +71,7 @@ class Run:
         self.params = tuple(params)
         self.on_host = on_host
         is_dry = local_part(params[0]).is_meta
-        self._nothing = _NOTHING_ON_META if is_dry else _EMPTY
-        self.tensor = nn.Parameter(self._nothing.clone())
+        super().__init__(_EMPTY_ON_META if is_dry else EMPTY)
         self.parts: tuple[Extent, ...] | None = None
         shapes = [local_part(param).shape for param in params]
         self._shape = shapes[0]
@@ -128,16 +128,6 @@ class Run:
         if place is None or place.start + self._shape[0] > place.flat.numel():
             return None
         return place.flat.narrow(0, place.start, self._shape[0])
-
-    def bind(self, memory: Tensor, grad: Tensor | None) -> None:
-        """Bind ``memory`` and ``grad`` to the tensor."""
-        self.tensor.data = memory
-        _autograd.set_grad(self.tensor, grad)
-
-    def release(self) -> None:
-        """Release memory and gradient of the tensor."""
-        self.tensor.grad = None
-        self.tensor.data = self._nothing
 
     # state
 
@@ -287,8 +277,7 @@ class Run:
         return (None, 0) if first is None else (first.flat, first.start)
 
 
-_EMPTY = torch.empty(0, device="cpu")
-_NOTHING_ON_META = torch.empty(0, device="meta")
+_EMPTY_ON_META = torch.empty(0, device="meta")
 
 
 def _is_alike(shown: Tensor, value: Tensor, *, rows: bool = False) -> bool:

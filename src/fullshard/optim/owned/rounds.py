@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fullshard.optim.inner import Groups, Inner
+from fullshard.optim.inner import Groups, Inner, Steppable
 from fullshard.optim.owned.assign import Cost, Ranks, rounds_of
 from fullshard.optim.owned.exchange import BlockPart, Peers, parts_of, to_holders, to_owners
-from fullshard.optim.owned.state import FullBlock, OwnedParam
+from fullshard.optim.owned.state import OwnedParam
 from fullshard.optim.probe import First, widened
 from fullshard.tensors import local_part
 
@@ -45,7 +45,7 @@ class Round(NamedTuple):
     sources: Peers | None
     targets: Peers | None
 
-    def own_blocks(self) -> dict[int, FullBlock]:
+    def own_blocks(self) -> dict[int, Steppable]:
         """Return the blocks that this rank owns, by index in ``members``."""
         return {at: self.members[at].owned.own_blocks[self.members[at].number] for at in self.mine}
 
@@ -239,7 +239,7 @@ def step_round(
         inner.step(groups, amp)
 
 
-def _first(inner: Inner, one: Round, blocks: Mapping[int, FullBlock]) -> list[First]:
+def _first(inner: Inner, one: Round, blocks: Mapping[int, Steppable]) -> list[First]:
     """Return the pieces that have no state yet."""
     found = []
     for at, own in blocks.items():

@@ -7,14 +7,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from fullshard._torch import autograd as _autograd
 from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.optim.flat import is_cut
-from fullshard.optim.inner import Inner
+from fullshard.optim.inner import Inner, Steppable
 from fullshard.optim.owned.assign import OwnedBlock, ParamPlacement, Ranks
 from fullshard.optim.probe import (
     BlockPiece,
@@ -137,29 +136,6 @@ class Entries:
 Sample = Callable[[int, tuple[int, ...], torch.dtype], Mapping[str, Any]]
 """State that the class makes for a parameter of a group (number), shape and dtype."""
 
-_EMPTY = torch.empty(0, device="cpu")
-
-
-class FullBlock:
-    """A block at its owner: the tensor that the inner optimizer steps.
-
-    Attributes:
-        tensor: the parameter of the inner optimizer; it has no memory between steps.
-    """
-
-    def __init__(self) -> None:
-        self.tensor = nn.Parameter(_EMPTY.clone())
-
-    def bind(self, memory: Tensor, grad: Tensor) -> None:
-        """Bind the block and its gradient to the tensor."""
-        self.tensor.data = memory
-        _autograd.set_grad(self.tensor, grad)
-
-    def release(self) -> None:
-        """Release memory and gradient of the tensor."""
-        self.tensor.grad = None
-        self.tensor.data = _EMPTY
-
 
 class OwnedParam:
     """A parameter, its blocks and their owners, and the state that they have.
@@ -188,7 +164,7 @@ class OwnedParam:
     ) -> None:
         self.param, self.group, self.placed = param, group, placed
         self.blocks, self.owners, self.ranks, self.units = blocks, owners, ranks, units
-        self.own_blocks = {at: FullBlock() for at, owner in enumerate(owners) if owner == ranks.own}
+        self.own_blocks = {at: Steppable() for at, owner in enumerate(owners) if owner == ranks.own}
         self.is_announced = False
         self._entries = Entries(placed.shape, blocks, units)
         self._described: list[Described] = [{} for _ in blocks]

@@ -109,7 +109,7 @@ def _difference(
     groups: Any = [{**inner.converted(probe.options), "params": []}]
     reference = probe.made([full])
     pieces = [
-        _Piece(BlockPiece(start, stop - start, numel, block_size), flat[start:stop].clone())
+        _Piece(BlockPiece(start, stop - start, numel, block_size), flat[start:stop])
         for start, stop in zip(starts, stops, strict=True)
     ]
     inner.set_runs(groups, [pieces])
@@ -203,11 +203,12 @@ class BlockPiece(NamedTuple):
         return value[first:stop].clone()
 
 
-class _Piece:
+class _Piece(Steppable):
     """A piece of a trial."""
 
     def __init__(self, piece: BlockPiece, own: Tensor) -> None:
-        self.piece, self.tensor = piece, nn.Parameter(own)
+        super().__init__(own)
+        self.piece = piece
 
 
 class First(NamedTuple):
