@@ -57,10 +57,7 @@ def call_of(node: ast.AST) -> str:
 
 
 UNPICKLED = {
-    "checkpoint/conversion/torch_files.py": {
-        "torch.load",
-        "pickle.Unpickler",
-    },  # nothing of it may run
+    "checkpoint/conversion/torch_files.py": {"torch.load", "pickle.Unpickler"},  # runs nothing
     "comm/blocking.py": {"dist.all_gather_object", "dist.broadcast_object_list"},  # among ranks
     "comm/mesh.py": {"dist.all_gather_object"},  # among ranks
     "train/world.py": {"dist.all_gather_object"},  # among ranks

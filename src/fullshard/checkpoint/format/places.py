@@ -127,7 +127,7 @@ class ObjectUrl:
         with self._asked("removed") as (filesystem, path), suppress(FileNotFoundError):
             filesystem.rm_file(path)
 
-    def new_object(self, nbytes: int) -> NewObject:
+    def upload(self, nbytes: int) -> NewObject:
         """Return a new object of this size, to be written front to back."""
         return NewObject(self, nbytes)
 
