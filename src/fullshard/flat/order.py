@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,9 +29,6 @@ class _Order:
     deviated: int = 0  # the first iteration with another order; 0: none
 
 
-_orders: WeakKeyDictionary[Engine, _Order] = WeakKeyDictionary()
-
-
 @_dynamo.never_compiled
 def follow_order(unit: Unit) -> None:
     """Check the order before a forward of ``unit``; in later iterations only warn.
@@ -45,7 +41,7 @@ def follow_order(unit: Unit) -> None:
     engine = engine_of(unit)
     if engine.scheduler.residents.units[unit.key].carrier is not None:
         return  # ranks may run it in any order
-    order = _orders.setdefault(engine, _Order())
+    order = engine.order = engine.order or _Order()
     if engine.scheduler.idle:
         order.iteration += 1
         order.now = []
