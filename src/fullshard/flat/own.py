@@ -20,8 +20,8 @@ from fullshard.wrap.units import Ignored, walk
 
 def own_modules(module: nn.Module, ignored: Ignored = Ignored()) -> Iterator[nn.Module]:
     """Yield ``module`` and the modules in it, without inner units and ignored modules."""
-    found = walk(module, skips=lambda m: m in ignored.modules or unit_of(m) is not None)
-    return (inner for _, inner in found)
+    for _, inner in walk(module, skips=lambda m: m in ignored.modules or unit_of(m) is not None):
+        yield inner
 
 
 class OwnTensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -87,21 +87,22 @@ class Face:
 
     def wrap(self, index: int, local: Tensor) -> Tensor:
         """Return the tensor that shows ``local`` to the user; both share storage."""
-        return local if self.shown is not Shown.DTENSORS else self._dtensor(index, local)
-
-    def _dtensor(self, index: int, local: Tensor) -> Tensor:
-        """Return a DTensor with the global shape and the stride of a contiguous tensor."""
-        spec = self._specs.get((index, local.dtype))
-        if spec is None:
-            shape, place = self.shapes[index], self.places[index]
-            spec = self._specs[index, local.dtype] = _dtensor.dtensor_spec(
-                place.mesh,
-                tuple(place.placements),
-                shape=shape,
-                stride=torch.empty(shape, device="meta").stride(),
-                dtype=local.dtype,
-            )
+        if self.shown is not Shown.DTENSORS:
+            return local
+        spec = self._specs.get((index, local.dtype)) or self._new_spec(index, local.dtype)
         return _dtensor.dtensor_from_spec(local, spec, requires_grad=False, cls=self.cls)
+
+    def _new_spec(self, index: int, dtype: torch.dtype) -> _dtensor.DTensorSpec:
+        """Return the spec with the global shape and the stride of a contiguous tensor."""
+        shape, place = self.shapes[index], self.places[index]
+        spec = self._specs[index, dtype] = _dtensor.dtensor_spec(
+            place.mesh,
+            tuple(place.placements),
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+            dtype=dtype,
+        )
+        return spec
 
     def local(self, shown: Tensor) -> Tensor:
         """Return the local tensor behind ``shown``, itself and not a view.
@@ -139,7 +140,7 @@ class Face:
         whole = self.shapes[index]
         is_whole = local.shape != whole and local.numel() == whole.numel()
         local = local.view(whole) if is_whole and self.cls is DTensor else local
-        return self._dtensor(index, local)
+        return replace(self, shown=Shown.DTENSORS).wrap(index, local)
 
     def __str__(self) -> str:
         if self.is_plain:
