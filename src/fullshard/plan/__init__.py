@@ -1,8 +1,8 @@
 """Predict the memory, communication and time of a training step before a launch.
 
-``plan`` runs a few steps dry (``dry_run``): the real engine on tensors without memory, whose bytes
-and operations a ``Ledger`` books, in a world of ranks that are not there. ``Hardware`` describes
-the machine that it is for.
+``plan`` runs a few steps dry (``dry_run``): the real engine runs on tensors without memory, in a
+simulated world of ranks. A ``PlanLedger`` books bytes and operations. ``Hardware`` describes the
+machine to plan for.
 """
 
 from __future__ import annotations

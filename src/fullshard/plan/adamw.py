@@ -1,4 +1,4 @@
-"""The optimizer of a dry run, if the user names no other."""
+"""The default optimizer of a dry run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fullshard.tensors import local_part
 
 
 class PlainAdamW:
-    """AdamW on the local tensors of parameters, which takes the same memory as on DTensors.
+    """AdamW on the local tensors of parameters, with the same memory as AdamW on DTensors.
 
-    DTensors' own dispatch of lists of tensors takes time that is quadratic in their number.
+    Given lists of DTensors, PyTorch's dispatch takes time quadratic in their number.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], *, foreach: bool) -> None:

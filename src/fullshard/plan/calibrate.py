@@ -1,7 +1,7 @@
-"""Describe the hardware that a doctor's visit measured, for ``fullshard doctor --calibrate``.
+"""Describe the hardware from measurements, for ``fullshard doctor --calibrate``.
 
-The doctor measures collectives, matrix products and memory. ``time_host`` adds what only a plan
-needs: the host's time for small operations, and for actions of the engine.
+The doctor measures collectives, matrix products and memory. ``time_host`` adds figures that only a
+plan needs: the host's time for small operations, and for actions of the engine.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _UNITS, _DIM, _BATCH = 12, 16, 4
 
 
 def hardware_from(report: Report, date: str) -> Hardware:
-    """Return the hardware that a doctor's visit measured, in ranks that called ``time_host``.
+    """Return the measured hardware of a report whose ranks called ``time_host``.
 
     Rates are medians over ranks, memory is the smallest. A link has one latency and one bandwidth,
     fitted to all-gathers and reduce-scatters together. The outermost link connects any number of
     ranks.
 
     Raises:
-        ConfigError: the visit ended early, or left out ``time_host``.
+        ConfigError: the report has failures, or no rank called ``time_host``.
     """
     op_s = [speed.op_s for speed in report.speeds if speed.op_s is not None]
     if report.failures or not op_s:
@@ -62,7 +62,7 @@ def hardware_from(report: Report, date: str) -> Hardware:
         op_s=statistics.median(op_s),
         links=_links(report),
         device=report.device,
-        in_background=gpu is not None or not shares,  # a rank that waits copies from shared memory
+        in_background=gpu is not None or not shares,  # shared memory is copied by waiting ranks
         adds_wide=all(group.wire.adds_wide for dim in report.dims for group in dim.groups),
         source=f"measured on {date} by fullshard doctor, torch {ranks[0].versions['torch']}; "
         f"{len(ranks)} rank(s) on {num_hosts} host(s){assumed}",
@@ -148,7 +148,7 @@ def _op_s(device: torch.device) -> float:
 
 
 def count_operations(model: nn.Module, batch: Tensor) -> int:
-    """Return the operations of forward and backward to which a plan gives time of the host."""
+    """Return the number of operations in forward and backward that take host time in a plan."""
     spans: list[LaneSpan] = []
     lanes = DryLanes(duration_s=lambda exchange: 0.0, note=spans.append)
     hardware = Hardware("infinitely fast", 0, {"float32": math.inf}, math.inf)

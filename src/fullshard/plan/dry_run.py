@@ -1,9 +1,9 @@
-"""Dry runs: training steps of a sharded model on the meta device, in a world that is not there.
+"""Dry runs: training steps of a sharded model on the meta device, in a simulated world.
 
-Everything that decides is the real thing: hooks, autograd, the scheduler, layouts, and the engine
-with its buffers, which have sizes but no memory. Only the wires and the lanes are others: wires
-tell what they were to carry, and lanes have clocks. So there is no second account of what happens
-in a step that could be another than the first.
+Everything that decides is the real code: hooks, autograd, the scheduler, layouts, and the engine
+with its buffers, which have sizes but no memory. Only wires and lanes are replaced: wires report
+each collective instead of sending, and lanes have simulated clocks. So a plan has no model of a
+step of its own, which could differ from the real step.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Job:
     shard: Shard
     loss: Loss
     optimizer: Callable[[Any], Optimizer] | None = None
-    """Called with the parameters, or with the model if it is ``Muon``; None: AdamW as PyTorch has
-    it, without DTensors."""
+    """Called with the parameters, or with the model for ``Muon``; None: PyTorch's AdamW on local
+    tensors."""
     accumulate: int = 1
     """Microbatches of a step."""
     reduces_once: bool = False
@@ -84,7 +84,7 @@ class Job:
 
 
 class Carried(NamedTuple):
-    """A collective, and for what."""
+    """A collective, with the unit and the action that issued it."""
 
     exchange: Exchange
     unit: str
@@ -101,13 +101,13 @@ class DryStep:
     transcript: Transcript = field(default_factory=Transcript)
     carried: list[Carried] = field(default_factory=list)
     spans: list[tuple[LaneSpan, str]] = field(default_factory=list)
-    """Each with the unit that it is for."""
+    """The spans of time on the lanes, each with the name of its unit."""
     moments: list[Moment] = field(default_factory=list)
     most: Moment | None = None
     rest: dict[str, int] = field(default_factory=dict)
-    """Bytes held when the step is over."""
+    """Bytes held at the end of the step, by kind."""
     most_at_home: Moment | None = None
-    """When most is held in the host's memory."""
+    """The moment at which the most bytes are held in the host's memory."""
     crossings: list[PlanCrossing] = field(default_factory=list)
     buffers: dict[str, int] = field(default_factory=dict)
     """The most bytes that the engine's buffers of each kind held."""
@@ -120,18 +120,18 @@ class Recorded:
     steps: list[DryStep]
     units: list[Unit]
     dims: dict[tuple[int, ...], str]
-    """The name of the mesh dim along which these ranks lie."""
+    """The name of the mesh dim for each tuple of ranks along one."""
 
 
 class _Witness:
-    """Takes note of what an engine does, and what for."""
+    """Records an engine's events, and the unit and action that cause new memory."""
 
     def __init__(self, engine: Engine, run: _Run) -> None:
         self._engine = engine
         self._run = run
 
     def record(self, event: Event) -> None:
-        """See ``Recorder``; book gradients of parameters when the last one of a unit is there."""
+        """See ``Recorder``; book a unit's unsharded gradients when the last is computed."""
         self._run.step.transcript.record(event)
         trigger = event.trigger
         if isinstance(trigger, GradsReady):
@@ -148,7 +148,7 @@ class _Witness:
 
     @contextmanager
     def acting(self, action: Action) -> Iterator[None]:
-        """See ``Observer``; book what is made meanwhile under what it is for."""
+        """See ``Observer``; book memory made during ``action`` under the kind of the action."""
         run = self._run
         unit = "" if action.unit is None else self._engine.units[action.unit].name or ROOT
         before, run.acting = run.acting, (unit, action.op)
@@ -202,7 +202,7 @@ class _Run:
         self.ledger = PlanLedger(hardware, self.lanes, self.carry)
 
     def carry(self, exchange: Exchange) -> Pending:
-        """Take note of a collective, and start it."""
+        """Record a collective with its unit and action, and start it."""
         self.step.carried.append(Carried(exchange, *self.acting))
         return self.lanes.carry(exchange)
 
@@ -245,7 +245,7 @@ class _Run:
         return Recorded(steps, list(units), dims)
 
     def _bring_home(self, units: Sequence[Unit]) -> None:
-        """Let shards that are offloaded be in the host's memory."""
+        """Book offloaded shards in the host's memory."""
         away = [bucket for unit in units for bucket in unit.buckets if bucket.spec.offload]
         if away and self.job.hardware.host is None:
             raise ConfigError(
@@ -270,7 +270,7 @@ class _Run:
         return PlainAdamW(model.parameters(), foreach=not on_cpu)  # as PyTorch chooses itself
 
     def _on_meta(self, given: Any) -> Any:
-        """Return tensors of the batch on the meta device; their values are known, if they have."""
+        """Return a tensor of the batch on the meta device; keep integer values for the dry run."""
         if not isinstance(given, Tensor):
             return given
         made = torch.empty_like(given, device="meta")
@@ -314,14 +314,14 @@ class _Run:
 
 
 def set_sync(engine: Engine, reduces: bool) -> None:
-    """Let the units of ``engine`` reduce their gradients in later backwards, or keep them."""
+    """Set whether later backwards of ``engine`` reduce gradients or accumulate them."""
     for unit in engine.units:
         policy = engine.policy_of(unit)
         engine.set_policy(unit, replace(policy, requires_gradient_sync=reduces))
 
 
 def dry_run(job: Job) -> Recorded:
-    """Run the steps of ``job``; the model and process groups that exist are left as they are."""
+    """Run the steps of ``job``; its model and existing process groups stay unchanged."""
     run = _Run(job)
     hardware, size = job.hardware, math.prod(job.mesh.values())
     world = dry_world(

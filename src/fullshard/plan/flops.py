@@ -1,4 +1,4 @@
-"""FLOP of operations: PyTorch's own counts, and those of operations that it does not count."""
+"""FLOP of operations: PyTorch's counts, and ours for operations that PyTorch does not count."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _grouped_mm(args: Any, kwargs: dict[str, Any], out: Tensor) -> float:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> float:
-    """Count scores and their product with values; of causal scores half is computed."""
+    """Count scores and their product with values; only half of causal scores is computed."""
     batch_and_heads, queries = prod(query.shape[:2]), query.shape[2]
     scores = batch_and_heads * queries * key.shape[2]
     return 2 * scores * (query.shape[3] + value.shape[3]) / (2 if is_causal else 1)
@@ -45,7 +45,7 @@ def _forward(args: Any, kwargs: dict[str, Any], out: Any) -> float:
 
 
 def _backward(args: Any, kwargs: dict[str, Any], out: Any) -> float:
-    """Count two and a half forwards: scores are computed again, and there are four products."""
+    """Count two and a half forwards: one product is recomputed, and four are new."""
     is_causal = args[7] if len(args) > 7 else kwargs.get("is_causal", False)
     return 2.5 * _attention(*args[1:4], is_causal=is_causal)
 

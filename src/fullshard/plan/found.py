@@ -1,4 +1,4 @@
-"""From what a dry run recorded to a plan."""
+"""Turn the records of a dry run into a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.plan.plan import Plan, PlannedUnit, Traffic
 
 
 def plan_from(job: Job, found: Recorded) -> Plan:
-    """Return the plan of ``job``, of which ``found`` is the dry run."""
+    """Return the plan of ``job`` from ``found``, the result of its dry run."""
     step = found.steps[-1]
     most = max((one.most for one in found.steps if one.most), key=lambda moment: moment.nbytes)
     homes = [one.most_at_home for one in reversed(found.steps) if one.most_at_home]
@@ -73,7 +73,7 @@ _OF_GATHERS = ("all_gather", Lane.GATHER, Lane.HOST_TO_DEVICE)
 def activations(moments: Iterable[Moment]) -> Counter[str]:
     """Return the bytes that the first forward of each unit leaves for backward, by name.
 
-    What an inner unit leaves is not counted for those around it.
+    The bytes of an inner unit do not count for the units around it.
     """
     found: Counter[str] = Counter()
     running: list[str] = []
@@ -83,7 +83,7 @@ def activations(moments: Iterable[Moment]) -> Counter[str]:
             break
         more = moment.held.get(ACTIVATIONS, 0) - last
         last += more
-        if running:  # what is freed after a unit was left, its forward still held
+        if running:  # memory freed after a unit's exit was held by its forward
             found[left if more < 0 and left else running[-1]] += more
         if moment.doing == FORWARD and moment.unit:
             running.append(moment.unit)

@@ -20,12 +20,12 @@ REACHED = 0.7
 
 @dataclass(frozen=True)
 class Link:
-    """The wires among ranks that are ``reach`` neighbours in a row, at best."""
+    """The connection among groups of ``reach`` neighbouring ranks."""
 
     reach: int | None
-    """Ranks 0 to reach - 1 share such a wire, the next ``reach`` another; None: all ranks."""
+    """Ranks 0 to reach - 1 share a link, the next ``reach`` another; None: all ranks share one."""
     bandwidth: float
-    """Bytes a second that a rank receives while it sends as many."""
+    """Bytes a second that a rank receives while it sends at the same rate."""
     latency_s: float
     """Seconds that each step of a collective adds (``Hardware.exchange_s``)."""
 
@@ -37,7 +37,7 @@ class Host:
     memory_nbytes: int
     """Bytes of the machine's memory that the rank may use."""
     memory_bandwidth: float
-    """Bytes a second that operations of the rank read or write there."""
+    """Bytes a second that operations of the rank read or write in this memory."""
     bus_bandwidth: float
     """Bytes a second between that memory and the device's, one way."""
 
@@ -55,25 +55,25 @@ class Hardware:
     """Bytes a second read or written by other operations."""
     links: tuple[Link, ...] = ()
     host: Host | None = None
-    """The memory beside the device's; None: there is none, as on a CPU, so nothing is offloaded."""
+    """The host memory for offload; None, as on a CPU: offload is not possible."""
     op_s: float = 0.0
-    """Seconds of the host for each operation; a device other than the CPU works meanwhile."""
+    """Seconds of the host for each operation; a device other than the CPU runs in parallel."""
     action_s: float = 0.0
-    """Seconds of the host for each action of the engine, beside those of its operations."""
+    """Seconds of the host for each action of the engine, in addition to its operations."""
     device: str = "cuda"
-    """The type of the device; unless it is "cpu", it runs behind the host, on streams."""
+    """The type of the device; all but "cpu" run asynchronously, on streams."""
     in_background: bool = True
-    """True if collectives go on while nobody waits for them."""
+    """True if collectives progress while no rank waits for them."""
     adds_wide: bool = False
-    """True if reductions add up in fp32, whatever dtype travels (our own over gloo do)."""
+    """True if reductions add in fp32, whatever dtype is sent (our own over gloo do)."""
     granule_nbytes: int = 1
     """The allocator rounds sizes up to multiples of this."""
     fixed_nbytes: int = 0
-    """Bytes that PyTorch and the device's driver hold whatever the model."""
+    """Bytes that PyTorch and the device's driver hold, independent of the model."""
     communicator_nbytes: int = 0
     """Bytes that each process group holds on the device."""
     source: str = ""
-    """Where the figures are from."""
+    """The origin of the figures."""
 
     def op_duration_s(self, flops: float, nbytes: int, dtype: str) -> float:
         """Return the seconds of an operation that computes ``flops`` and touches ``nbytes``."""
@@ -83,10 +83,10 @@ class Hardware:
     def exchange_s(self, what: str, ranks: tuple[int, ...], nbytes: int) -> float:
         """Return the seconds of a collective over ``ranks``.
 
-        ``nbytes`` counts the parts of all ranks together. A rank receives (w - 1) / w of it over
-        the innermost link; of what comes from outside of that link's reach, neighbours there take
-        an equal share each over the next one, and pass it on. The slowest of these decides. A mean
-        of whole values is a reduce-scatter and an all-gather.
+        ``nbytes`` counts the parts of all ranks together. A rank receives (w - 1) / w of these
+        bytes over the innermost link. Bytes from beyond the reach of a link cross the next link:
+        each of the neighbours receives an equal share and passes it on. The slowest link decides.
+        A mean by all-reduce counts as a reduce-scatter and an all-gather.
         """
         world, near = len(ranks), 1
         slowest_s = steps_s = 0.0
@@ -106,7 +106,7 @@ class Hardware:
 
 
 def _neighbours(ranks: tuple[int, ...], reach: int | None) -> int:
-    """Return how many of ``ranks`` are in the row of ``reach`` neighbours of the first."""
+    """Return the number of ``ranks`` that share a link of ``reach`` ranks with the first."""
     if reach is None:
         return len(ranks)
     return sum(rank // reach == ranks[0] // reach for rank in ranks)
@@ -126,8 +126,8 @@ def _gpu(
 ) -> Hardware:
     """Return a node of eight GPUs: TFLOP/s, and GB/s of memory and of links, one way.
 
-    ``host`` are GB and GB/s of the memory of the whole node, GB/s of PCIe of each GPU, one way, and
-    what has them.
+    ``host`` has four figures: GB of the node's memory, GB/s of this memory, GB/s of PCIe of each
+    GPU in one way, and the name of such a machine.
     """
     return Hardware(
         name,
@@ -202,10 +202,10 @@ CPU = Hardware(
 
 
 def hardware_of(given: Hardware | str | Path) -> Hardware:
-    """Return the hardware that is given: itself, by its name, or a JSON file.
+    """Return the given hardware: the object itself, a preset by name, or a JSON file.
 
     Raises:
-        ConfigError: there is neither such a preset nor such a file, or the file is another one.
+        ConfigError: no preset and no file has this name, or the file does not describe hardware.
     """
     if isinstance(given, Hardware):
         return given

@@ -1,4 +1,4 @@
-"""The kernels that devices have and the meta device has not, so that operations split as there."""
+"""Attention on the meta device as one operation, as the kernels of devices compute it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 class DeviceKernels(TorchFunctionMode):
     """A mode that computes attention on the meta device in one operation, as devices do.
 
-    Without it scores would be made, which take memory that no device needs. A CPU computes
-    attention in parts with dropout, and if heads of queries and values differ in size.
+    Without this mode, PyTorch would store scores, whose memory no device needs. A CPU has no such
+    kernel for dropout, or for heads of queries and values that differ in size.
     """
 
     def __init__(self, *, on_cpu: bool) -> None:
@@ -49,7 +49,7 @@ class DeviceKernels(TorchFunctionMode):
             return None
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-        if enable_gqa and (self._on_cpu or not alike):  # there, heads are repeated
+        if enable_gqa and (self._on_cpu or not alike):  # these kernels need repeated heads
             key, value = (
                 one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value)
             )

@@ -1,4 +1,4 @@
-"""The books of a dry run: which bytes are held where and for what, and how long things take."""
+"""The books of a dry run: bytes by kind, in each memory, and seconds of operations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BACKWARD = "backward"
 STEP = "step"
 STAGING = "staging"
 ENCODED = "encoded"
-"""Kinds of bytes; those of the engine's buffers are called as in ``device.BufferKind``."""
+"""Kinds of bytes; kinds of the engine's buffers have their names in ``device.BufferKind``."""
 
 _TAKES_NO_TIME = set(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh".split()
@@ -41,8 +41,8 @@ _TAKES_NO_TIME = set(
 class Moment(NamedTuple):
     """The bytes that are held from a moment on, by kind.
 
-    Memory is allocated when an operation is issued, which the host may do long before; moments are
-    those at which the device has computed what was issued before.
+    The host may issue an operation, and so allocate its memory, long before the device runs it. The
+    time of a moment is the time at which the device has finished all operations issued before.
     """
 
     at_s: float
@@ -50,7 +50,7 @@ class Moment(NamedTuple):
     doing: str
     """The phase of the model at that moment: "forward", "after the forward", ..."""
     unit: str = ""
-    """The unit that does it; empty if that is not of one unit."""
+    """The unit in this phase; empty if the phase belongs to no single unit."""
     home: dict[str, int] = {}  # noqa: RUF012 - never changed
     """The bytes held in the host's memory; ``held`` counts the device's."""
 
@@ -83,7 +83,7 @@ class Account:
         self._nbytes = self._most_nbytes = 0
 
     def restart(self) -> None:
-        """Forget when most was held, but not what is held."""
+        """Forget the peak, but keep the bytes that are held."""
         self._most_nbytes, self.most = self._nbytes, self._now()
 
     @property
@@ -92,7 +92,7 @@ class Account:
         return dict(+self._held)
 
     def change(self, kind: str, nbytes: int) -> None:
-        """Hold ``nbytes`` more, and remember what is held if it is more than ever."""
+        """Add ``nbytes`` to the bytes of ``kind``, and update the peak."""
         self._held[kind] += nbytes
         self._nbytes += nbytes
         if self._nbytes > self._most_nbytes:
@@ -102,14 +102,14 @@ class Account:
 class PlanLedger(TorchDispatchMode):
     """A mode that books each operation on tensors of the meta device as if it ran.
 
-    A storage counts from the operation that made it until nothing refers to it any more, under the
-    kind that was current then, or that it was ``book`` ed under since. Each operation takes time on
-    the current one of ``lanes``: for its FLOPs, or for the bytes that it reads and writes.
+    A storage counts from the operation that made it until its last reference is gone. It counts
+    under the kind that was current then, or the kind of a later ``book``. Each operation takes time
+    on the current lane of ``lanes``: for its FLOPs, or for the bytes that it reads and writes.
 
-    Some of these tensors stand for memory of the host, on the account ``home``: those that were
-    ``bring_home`` brought there, or made so, and what is computed of them alone, which takes the
-    host's time. A copy from there or to there takes the time of the link between the two.
-    ``carry``, by default that of ``lanes``, takes the collectives that the model issues itself.
+    The account ``home`` counts memory of the host: tensors given to ``bring_home``, tensors that
+    the engine makes there, and results of operations on such tensors alone. These operations take
+    the host's time. A copy between host and device takes the time of the link between the two.
+    ``carry``, by default that of ``lanes``, starts the collectives that the model issues itself.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class PlanLedger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._carry = carry or lanes.carry
         self.kind = ACTIVATIONS
-        self._where = "", ""  # what the model does, and in which unit
+        self._where = "", ""  # phase of the model, and its unit
         self.values = Values()
         self.flops = 0.0
         self.moments: list[Moment] = []
@@ -133,7 +133,7 @@ class PlanLedger(TorchDispatchMode):
 
     @contextmanager
     def booking(self, kind: str) -> Iterator[None]:
-        """Book what is made in the block under ``kind``."""
+        """Book memory made in the block under ``kind``."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -141,14 +141,14 @@ class PlanLedger(TorchDispatchMode):
             self.kind = before
 
     def book(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Book the memory that plain ``tensors`` are in under ``kind`` from now on."""
+        """Book the storages of plain ``tensors`` under ``kind`` from now on."""
         for tensor in map(_whole, tensors):
             small = not (tensor.is_meta or self._hardware.device == "cpu")  # counts of steps
             if not small or self.home.held:
                 self._enter(tensor.untyped_storage(), kind, move=True, at_home=small)
 
     def bring_home(self, tensors: Iterable[Tensor]) -> None:
-        """Let the memory that plain ``tensors`` are in be the host's, empty so far."""
+        """Move the storages of plain ``tensors`` to the host's account."""
         for tensor in map(_whole, tensors):
             entry = self._books[id(tensor.untyped_storage())]
             if entry.account is self.device:
@@ -160,33 +160,33 @@ class PlanLedger(TorchDispatchMode):
                 self.home.change(entry.kind, nbytes)
 
     def resized(self, kind: str, nbytes: int, storage: torch.UntypedStorage | None) -> None:
-        """Take note that a buffer of the engine changed its size, as ``StorageMeter.watch``."""
+        """Book a buffer of the engine that changed its size; see ``StorageMeter.watch``."""
         if storage is not None:
             self._enter(storage, str(kind), move=True)
         else:
             self.device.change(str(kind), nbytes)
 
     def turn_to(self, doing: str, unit: str = "") -> None:
-        """Take note of what the model does from now on."""
+        """Set the phase of the model, and its unit, for later moments."""
         self._where = doing, unit
 
     def restart(self) -> None:
-        """Forget peak, moments and FLOPs so far, but not what is held."""
+        """Forget peak, moments, copies and FLOPs so far, but keep the bytes that are held."""
         self.flops = 0.0
         self.moments, self.crossings = [], []
         self.device.restart()
         self.home.restart()
 
     def note(self) -> None:
-        """Remember what is held now."""
+        """Add a moment with the bytes that are held now."""
         self.moments.append(self._now())
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``op``, and book what it makes and what it takes."""
+        """Run ``op``, and book its results and its time."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the class runs it on the tensors inside, which come by here
+            return NotImplemented  # the class runs op on its inner tensors, which arrive here
         kwargs = kwargs or {}
         read = tensors_in(args) + tensors_in(kwargs)
         at_home = [self._is_at_home(one) for one in read if one.is_meta]
@@ -218,7 +218,7 @@ class PlanLedger(TorchDispatchMode):
     def _is_at_home(self, tensor: Tensor) -> bool:
         storage = _whole(tensor).untyped_storage()
         entry = self._books.get(id(storage))
-        if entry is None and is_at_home(storage):  # made where no mode sees it
+        if entry is None and is_at_home(storage):  # made outside of any mode
             self._enter(storage, GRADIENTS if self.kind == GRADIENTS else STAGING, at_home=True)
             return True
         return entry is not None and entry.account is self.home
@@ -251,7 +251,7 @@ class PlanLedger(TorchDispatchMode):
         move: bool = False,
         at_home: bool = False,
     ) -> None:
-        """Book ``storage`` at its present size; ``move`` it to ``kind`` if it is booked already."""
+        """Book ``storage`` at its present size; ``move`` a booked storage to ``kind``."""
         key = id(storage)
         entry = self._books.get(key)
         if entry is None:
@@ -285,19 +285,19 @@ class PlanLedger(TorchDispatchMode):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return what ``tensor`` is a part of on the meta device, whose memory it shares."""
+    """Return the tensor on the meta device whose memory ``tensor`` shares, or ``tensor``."""
     whole = _memory.whole_on_meta(tensor)
     return tensor if whole is None else whole
 
 
 def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return an argument of ``copy_``."""
+    """Return the argument ``non_blocking`` of ``copy_``."""
     return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
 
 @cache
 def _makes_memory(op: Any) -> bool:
-    """Return whether what ``op`` returns is new memory, and not that of its arguments."""
+    """Return whether the results of ``op`` have new memory, not that of its arguments."""
     return all(one.alias_info is None for one in op._schema.returns)
 
 

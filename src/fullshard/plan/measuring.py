@@ -28,8 +28,8 @@ _STD = 0.02
 def measure(job: Job, device: torch.device) -> Measured:
     """Train a few steps of ``job`` as one rank whose collectives send nothing; measure them.
 
-    Weights and buffers are random. Tensors of the batch that are on the meta device are random,
-    too: floating-point numbers, or tokens that every embedding of the model has.
+    Weights and buffers are random. Tensors of the batch on the meta device get random values, too:
+    floating-point numbers, or token ids that are valid in every embedding of the model.
 
     Raises:
         ConfigError: the memory of ``device`` is not enough.
@@ -128,7 +128,7 @@ def device_at_hand(device_type: str) -> torch.device:
     """Return the current device of this type, and make it ready.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no such device is available.
     """
     if device_type == "cpu":
         return torch.device("cpu")

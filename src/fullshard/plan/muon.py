@@ -21,10 +21,11 @@ def is_muon(optimizer: Any) -> bool:
 
 
 class PlainMuon:
-    """The memory of ``Muon`` as it is on average: a momentum for each local element of a matrix.
+    """The average memory of ``Muon``: one momentum for each local element of a matrix.
 
-    Owners have the momenta of whole matrices, some a little more than others. What they hold during
-    a step, whole matrices in bf16 and the rounds of the exchange, is not in here.
+    In training, each owner has the momenta of whole matrices, some owners a little more than
+    others. The temporary memory of a step is not planned: whole matrices in bf16, and the buffers
+    of the exchange.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, *, foreach: bool) -> None:

@@ -1,4 +1,4 @@
-"""A plan as a picture: memory over the step, stacked by kind; below, what computes and waits."""
+"""A plan as a picture: memory over the step, stacked by kind, above computation and waits."""
 
 from __future__ import annotations
 

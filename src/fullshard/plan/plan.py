@@ -1,4 +1,4 @@
-"""A plan: the figures that a dry run found of a step."""
+"""A plan: the figures of a training step from a dry run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PlannedUnit(NamedTuple):
     unsharded_nbytes: int
     """Bytes of its whole parameters in memory, padding included."""
     padding: float
-    """Bytes that are gathered beyond those of parameters, as a share of these."""
+    """Gathered bytes of padding, as a share of the bytes of parameters."""
     activation_nbytes: int = 0
-    """Bytes that one forward leaves for backward, without those of inner units."""
+    """Bytes that one forward saves for backward, without those of inner units."""
     gather_wait_s: float = 0.0
     """Seconds of a step that computation waits for its parameters."""
     reduce_wait_s: float = 0.0
@@ -45,7 +45,7 @@ class Traffic(NamedTuple):
     what: str
     num_calls: int
     received_nbytes: int
-    """Bytes that this rank has to receive, or copies; of collectives it sends as many."""
+    """Bytes that this rank receives or copies; in collectives it sends the same number."""
 
 
 class Tried(NamedTuple):
@@ -89,10 +89,10 @@ class Plan:
     rest: Mapping[str, int]
     """The bytes held between steps, by kind."""
     reserved: Mapping[str, int]
-    """The bytes held beside tensors: by the framework and by communicators."""
+    """The bytes that the framework and communicators hold, in addition to tensors."""
     host: Mapping[str, int]
-    """The bytes held in the host's memory beside the device's at the peak, by kind; all of an
-    offloaded unit between steps is there."""
+    """The bytes held in the host's memory at its peak, by kind; between steps, an offloaded unit is
+    wholly in the host's memory."""
     traffic: tuple[Traffic, ...]
     step_s: float
     busy_s: float
@@ -102,15 +102,15 @@ class Plan:
     memory: tuple[Moment, ...] = field(repr=False)
     """The bytes held at each event of a step, by time since it began."""
     spans: tuple[tuple[LaneSpan, str], ...] = field(repr=False)
-    """The spans of time on each lane, each with the name of its unit; times as above."""
+    """The spans of time on each lane, each with the name of its unit, since the step began."""
     actions: tuple[str, ...] = field(repr=False)
     """The scheduler's actions in a step, as text."""
     choice: Choice | None = None
-    """The choice of a search, for ``shard_blocks(model, plan=plan)``; None: there was no search."""
+    """The choice of a search, for ``shard_blocks(model, plan=plan)``; None: without a search."""
     tried: tuple[Tried, ...] = ()
     """The choices that the search tried, the chosen one first."""
     measured: Measured | None = None
-    """The same step with real tensors, see ``measure=`` of ``plan``; None: it was not run."""
+    """The same step with real tensors, see ``measure=`` of ``plan``; None: not measured."""
 
     @property
     def peak_nbytes(self) -> int:
@@ -119,12 +119,12 @@ class Plan:
 
     @property
     def padded_nbytes(self) -> float:
-        """Bytes that are gathered in a step beyond those of parameters."""
+        """Bytes of padding in all units' unsharded parameters."""
         return sum(unit.padding * unit.unsharded_nbytes for unit in self.units)
 
     @property
     def host_nbytes(self) -> int:
-        """The most bytes that the rank holds in the host's memory beside the device's."""
+        """The most bytes that the rank holds in the host's memory."""
         return sum(self.host.values())
 
     @property
@@ -147,12 +147,12 @@ class Plan:
 
     @property
     def utilization(self) -> float:
-        """FLOP/s of the step as a share of what the hardware reaches in matrix products."""
+        """FLOP/s of the step as a share of the hardware's rate of matrix products."""
         rate = max(self.hardware.flops.values(), default=math.inf)
         return self.flops / self.step_s / rate if self.step_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of this but the spans, as values that JSON has."""
+        """Return the plan without its spans, as values of JSON."""
         return {
             "hardware": self.hardware.name,
             "mesh": dict(self.mesh),
@@ -248,7 +248,7 @@ class Plan:
 
 
 def _against(planned: Plan, measured: Measured) -> Iterator[str]:
-    """Yield what was measured, beside what was planned."""
+    """Yield lines that compare measured figures with planned figures."""
     yield (
         f"measured {in_seconds(measured.step_s)} a step on {measured.device}, nothing sent; "
         f"{_ratio(measured.step_s, planned.busy_s)} of the computing above"

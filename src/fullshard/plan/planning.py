@@ -1,4 +1,4 @@
-"""``fullshard.plan``: what a training step of a model takes, told before there is a machine."""
+"""``fullshard.plan``: predict memory, communication and time of a training step."""
 
 from __future__ import annotations
 
@@ -44,43 +44,43 @@ def plan(
     measure: bool = False,
     **options: Any,
 ) -> Plan:
-    """Run a few training steps dry, and return what they would take of memory, wires and time.
+    """Run a few training steps dry, and return their memory, communication and time.
 
-    The steps are those of the real engine, on tensors without memory in a world that is not there,
-    so that neither devices nor process groups are needed, and no weights are made; ``model`` and
-    the process groups of the program stay as they are.
+    The real engine takes the steps, on tensors without memory in a simulated world. No device and
+    no process group is needed, and no weights are made. ``model`` and the process groups of the
+    program stay unchanged.
 
     Args:
         model: the whole model before it is sharded, on any device; build large ones in
             ``with torch.device("meta"):``.
-        batch: what one rank gets for one microbatch: the model's argument, a tuple of arguments or
-            a mapping of keyword arguments, tensors on any device.
+        batch: one rank's input for one microbatch: the model's argument, a tuple of arguments or a
+            mapping of keyword arguments; tensors on any device.
         world_size: the number of ranks, all along the dim "shard".
-        mesh: instead of it, the sizes of the mesh's dims by name, outermost first, such as
+        mesh: instead of ``world_size``, the sizes of the dims by name, outermost first, such as
             ``{"replicate": 4, "shard": 256}``.
         hardware: a description, the name of a preset, or a file of ``fullshard doctor``.
-        shard: called with a copy of the model on the meta device, and the mesh; shards it as the
-            program will, by ``fully_shard`` or by returning a ``FullyShardedDataParallel``.
+        shard: called with a copy of the model on the meta device, and the mesh. Shards the copy as
+            the program will, by ``fully_shard`` or by returning a ``FullyShardedDataParallel``.
             None: ``shard_blocks(model, mesh, **options)``.
         loss: called with the sharded model and the batch, returns a scalar. None: the ``loss`` of
             the model's output, or the mean of the first tensor in it.
-        optimizer: called with the parameters. None: ``torch.optim.AdamW``, on the local
-            tensors and, as PyTorch chooses itself, by lists of them unless on a CPU, where
-            offloaded parameters are. ``fullshard.optim.Muon``, or ``functools.partial`` of it, is
-            planned with momenta divided evenly; its exchange is not planned.
+        optimizer: called with the parameters. None: ``torch.optim.AdamW`` on the local tensors,
+            with ``foreach`` as PyTorch chooses it: off on a CPU and for offloaded parameters.
+            ``fullshard.optim.Muon``, or ``functools.partial`` of it, is planned with momenta
+            divided evenly; its exchange is not planned.
         accumulate: microbatches of a step.
         reduces_once: True if only the last microbatch of a step reduces gradients (no-sync).
-        rank: which rank to be; with uneven shards, rank 0 has the largest.
-        budget_nbytes: bytes of the device that a rank may hold. With it, layout, copies (unless
-            ``mesh`` is given), resharding, blocks that recompute activations, offload, blocks of a
-            unit, and budgets are chosen, by one dry run for each that is tried: the fastest that
-            fits. ``shard_blocks(model, plan=plan)`` applies the choice; ``options`` that are given
-            stay as they are, and ``wire`` is as given, or none.
-        target_s: seconds of a step that are fast enough: among choices that are, the one that
-            needs the least memory is taken.
-        measure: True to run the planned step with real tensors as well, on the device at hand,
-            which has to be of the hardware's kind: one rank whose collectives send nothing. What
-            is seen is ``measured`` of the plan.
+        rank: the rank to plan for; with uneven shards, rank 0 has the largest.
+        budget_nbytes: bytes of the device that a rank may hold. With a budget, the plan chooses
+            layout, replicas (unless ``mesh`` is given), resharding, recomputed blocks, offload,
+            blocks of a unit, and budgets of prefetch and reduction. It runs each candidate dry and
+            takes the fastest that fits. ``shard_blocks(model, plan=plan)`` applies the choice.
+            Given ``options`` stay unchanged, and ``wire`` is never chosen.
+        target_s: seconds of a step that are fast enough. Of the choices within this time, the
+            plan takes the one with the least memory.
+        measure: True to run the planned step with real tensors too, on the current device, which
+            must be of the hardware's type. One rank runs, and its collectives send nothing.
+            ``measured`` of the plan has the result.
         **options: of ``shard_blocks``, such as ``mp_policy``, ``layout``, ``policy``, ``wire`` and
             ``reshard_after_forward``.
 
@@ -130,7 +130,7 @@ def _search(
     is_free: bool,
     target_s: float | None,
 ) -> tuple[Plan, Job]:
-    """Choose what ``options`` leave open, and copies if the mesh ``is_free``."""
+    """Choose the options missing in ``options``, and the replicas if the mesh ``is_free``."""
     if shard is not None:
         raise ConfigError(
             "plan(budget_nbytes=...): chooses options of shard_blocks, which shard= does not call; "
@@ -256,7 +256,7 @@ def _floating(output: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def _explaining_values() -> Iterator[None]:
-    """Say what it means that values are not known."""
+    """Raise ``UnsupportedError`` with an explanation for ``Unknown``."""
     try:
         yield
     except Unknown as error:

@@ -1,4 +1,4 @@
-"""Search: how a model should be sharded and run, so that it fits and is fast."""
+"""Search for the fastest way to shard and run a model that fits in memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from fullshard.layout import PerParameter, Ragged
 from fullshard.plan.plan import Plan, Tried
 
 _GAIN = 0.995
-"""A choice that is faster by less than this share counts as equal; the simpler one stays."""
+"""A change must bring time, or excess memory, below this share of the old; else the old stays."""
 
 
 class Search:
     """A search from one choice to better ones, each tried by a dry run.
 
-    First the arrangement (layout, copies), then as few recomputed blocks as fit, on the device or
-    offloaded, then what trades memory for time: units that stay whole after forward, units of
-    several blocks, and budgets. ``fixed`` names fields that the user has set.
+    First comes the arrangement (layout, replicas), then the smallest number of recomputed blocks
+    that fits, with or without offload. Then come changes that trade memory for time: unsharded
+    parameters kept after forward, several blocks per unit, and larger budgets. ``fixed`` names
+    fields that the user has set.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Search:
         self.best = start
 
     def run(self) -> Plan:
-        """Return the plan for the best choice, with all that were tried."""
+        """Return the plan for the best choice, with all choices that were tried."""
         self._look_at(self.best)
         for change in self._arrangements():
             self._try(**change)
@@ -54,7 +55,7 @@ class Search:
         order = sorted(self._plans, key=self._rank)
         if (
             self._target_s is None and self._look_at(self.best).fits
-        ):  # others may be faster by nothing
+        ):  # others are not clearly faster
             order.sort(key=lambda choice: choice != self.best)
         tried = tuple(
             Tried(choice, plan.peak_nbytes, plan.host_nbytes, plan.step_s, plan.fits)
@@ -63,7 +64,7 @@ class Search:
         return replace(self._plans[order[0]], choice=order[0], tried=tried)
 
     def _rank(self, choice: Choice) -> tuple[float, ...]:
-        """Order choices: those that fit come first, by time; if fast enough, by memory."""
+        """Return a sort key: fast enough by memory, then fitting by time, then by excess bytes."""
         plan = self._look_at(choice)
         if not plan.fits:
             return 2, plan.excess_nbytes, 0
@@ -89,22 +90,22 @@ class Search:
             yield {"reduction_nbytes": 2 * units * largest}
 
     def _make_fit(self) -> None:
-        """Recompute as few blocks as are needed; offload if that takes less of the device's time.
+        """Recompute the fewest blocks that fit, with offload if the steps are then faster.
 
-        Offload is also tried where everything fits, but the least memory is asked for.
+        With ``target_s``, offload is also tried if the model fits without it.
         """
         found = [self._recomputing(self.best)]
         here = self._look_at(found[0])
         wanted = self._target_s is not None or not self._look_at(self.best).fits
         if wanted and "offload_policy" not in self._fixed:
             away = replace(self.best, offload_policy=CPUOffloadPolicy())
-            faster = self._look_at(away).step_s < here.step_s  # which recomputation only slows down
+            faster = self._look_at(away).step_s < here.step_s  # recomputation slows down
             if self._target_s is not None or not here.fits or faster:
                 found.append(self._recomputing(away))
         self.best = min(found, key=self._rank)
 
     def _recomputing(self, start: Choice) -> Choice:
-        """Return ``start`` with the fewest recomputed blocks that fit, as if all saved as much."""
+        """Return ``start`` with the fewest recomputed blocks that fit, else of the least excess."""
         low = self._look_at(start)
         if low.fits or not self._num_blocks:
             return start
@@ -117,7 +118,7 @@ class Search:
         return replace(start, recomputed=self._fewest(start, guess))
 
     def _fewest(self, start: Choice, guess: int) -> int:
-        """Return the fewest recomputed blocks that fit; none do not, and all do."""
+        """Return the fewest recomputed blocks that fit; 0 is known not to fit, all is known to."""
         least, most = 0, self._num_blocks
         while most - least > 1:
             probe = guess if least < guess < most else (least + most) // 2
@@ -130,7 +131,7 @@ class Search:
         return most
 
     def _try(self, **change: Any) -> None:
-        """Take a change if it fits and is faster, or needs less memory while nothing fits."""
+        """Keep a change that fits and is faster; if ``best`` does not fit, one with less excess."""
         if any(name in self._fixed for name in change):
             return
         now, then = self._look_at(self.best), replace(self.best, **change)
@@ -139,7 +140,7 @@ class Search:
         try:
             found = self._look_at(then)
         except FullshardError:
-            return  # the model cannot be sharded so
+            return  # the model cannot be sharded this way
         if now.fits:
             better = found.fits and found.step_s < _GAIN * now.step_s
         else:

@@ -1,4 +1,4 @@
-"""Figures and tables as text for people."""
+"""Figures and tables as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def in_seconds(seconds: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table; the first column is to the left, numbers are to the right."""
+    """Yield the lines of a table; the first column is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         first, *others = (

@@ -1,4 +1,4 @@
-"""The values that a dry run knows: those that follow from constants, and from the batch."""
+"""The values that a dry run knows: results of constants and of integers of the batch."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 class Unknown(Exception):
-    """A value was asked for that does not follow from what is known."""
+    """An operation asks for a value that cannot be computed from known values."""
 
 
 class Values:
     """The values of some tensors on the meta device.
 
-    Programs look at small tensors of integers: whether positions begin anew, whether a mask is all
-    ones. Where all arguments of an operation are known, it also runs on their values, on the CPU.
-    Views of values are views, so that writes are seen as they are in memory.
+    Programs read small tensors of integers: they check if positions restart at 0, or if a mask is
+    all ones. If all arguments of an operation are known, it also runs on their values, on the CPU.
+    A view of a known tensor has a view of its value, so a write to one changes the other.
     """
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
-        """Take note that ``tensor`` has the elements of ``value``, on the CPU, if it is small."""
+        """Store ``value``, on the CPU, as the elements of ``tensor``, unless it is large."""
         if value.numel() <= _MOST_NUMEL:
             self._known[tensor] = value
 
@@ -51,7 +51,7 @@ class Values:
         """Run ``op`` on tensors of the meta device, and on their values if all are known.
 
         Raises:
-            Unknown: ``op`` asks for values, and some of ``given``, its tensors, are not known.
+            Unknown: ``op`` asks for values, and some of its tensors ``given`` have no known value.
         """
         follows = self._follows(op, kwargs, given)
         if not follows and op._schema.is_mutable:
@@ -81,7 +81,7 @@ class Values:
         return op(*tree_map(self._value, args), **_on_cpu(tree_map(self._value, kwargs)))
 
     def _follows(self, op: Any, kwargs: dict[str, Any], given: list[Tensor]) -> bool:
-        """Return whether the result of ``op`` follows from what is known."""
+        """Return whether ``op`` can be computed from known values."""
         for tensor in given:
             if tensor.numel() > _MOST_NUMEL or tensor.requires_grad:
                 return False
@@ -97,7 +97,7 @@ class Values:
         return one
 
     def _forget_written(self, op: Any, args: Any) -> None:
-        """Forget tensors that ``op`` overwrites with what is not known."""
+        """Forget the values of tensors that ``op`` overwrites with unknown values."""
         for argument, given in zip(op._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for one in tensors_in(given):
