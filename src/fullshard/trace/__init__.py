@@ -1,8 +1,8 @@
 """Record what the engines of a model do during training, and report it.
 
-``trace`` records through the seams of the engine (``tape``), keeps some steps whole and sums of all
-(``steps``), and writes one file for each rank. Reports are made of these files later, by code that
-imports no torch: ``summary`` says what was found, ``chrome`` and ``report`` show it.
+``trace`` listens to the engine (``tape``), keeps some steps in full and sums of all steps
+(``steps``), and writes one file for each rank. Later, code that imports no torch makes reports of
+these files: ``summary`` computes the figures, ``chrome`` and ``report`` show them.
 """
 
 from __future__ import annotations

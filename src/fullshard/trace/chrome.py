@@ -9,11 +9,11 @@ from typing import Any
 
 from fullshard.trace.spans import LANES, spans
 
-_ACTIONS = len(LANES)  # the thread of all actions, as the host carries them out
+_ACTIONS = len(LANES)  # the thread of all actions, at the host's times
 
 
 def chrome_text(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Return the parts of a trace file; the whole of it need never be in memory."""
+    """Yield the parts of a trace file, so that the whole file is never in memory."""
     yield '{"displayTimeUnit":"ms","traceEvents":[\n'
     for number, event in enumerate(one for rank in ranks for one in chrome_events(rank)):
         yield (",\n" if number else "") + json.dumps(event, separators=(",", ":"))
@@ -21,7 +21,7 @@ def chrome_text(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def chrome_events(rank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return the events of one rank, all its steps that were kept whole."""
+    """Yield the events of one rank, from all steps that were kept in full."""
     pid = rank["rank"]
     yield _name("process_name", pid, 0, f"rank {pid} ({rank['host']}, {rank['device']})")
     for tid, lane in enumerate((*LANES, "actions")):

@@ -1,4 +1,4 @@
-"""Make the contents of a rank file: units, policies, sums over all steps, steps kept whole."""
+"""Make the contents of a rank file: units, policies, sums over all steps, steps in full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.trace.steps import History, KeptSegment
 
 
 def unit_as_json(unit: Unit, engine: Engine, number: int) -> dict[str, Any]:
-    """Return what is known of ``unit`` before any step; ``number`` is its engine's."""
+    """Return the facts of ``unit`` before any step; ``number`` is the number of its engine."""
     worlds = [bucket.spec.layout.world for bucket in unit.buckets]
     return {
         "name": unit.name or "(root)",
@@ -57,7 +57,7 @@ def history_as_json(history: History, origin_s: float) -> dict[str, Any]:
 
 
 def step_as_json(kept: KeptSegment, origin_s: float) -> dict[str, Any]:
-    """Return a step; its times are seconds since it began, and rounded to tenths of microseconds.
+    """Return a step; times are seconds since its start, rounded to tenths of a microsecond.
 
     Rows are the fields of ``Act``, ``Work``, ``Change`` and ``Missed``.
     """

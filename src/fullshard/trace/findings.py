@@ -1,4 +1,4 @@
-"""Say in plain words what costs time or memory, and what to change: functions on rank files."""
+"""Find causes of lost time or memory in rank files, and suggest a change for each."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ LEAST_SHARE = 0.01
 """The share of a step below which exposed communication is not worth a change."""
 LEAST_S = 50e-6
 NEARLY = 0.95
-"""The share of a wait that counts as all of it."""
+"""The share of a wait from which on it counts as the whole wait."""
 NUM_NAMED = 3
-"""How many units are named one by one."""
+"""Number of units that are named one by one."""
 STRAGGLES = 0.05
-"""The share of a step by which waits differ where one rank holds up the others."""
+"""The difference of waits, as a share of a step, above which one rank delays the others."""
 LARGE, SMALL = 4.0, 1 / 8
-"""Sizes of units that are unlike the median's."""
+"""Multiples of the median size beyond which a unit is far larger or far smaller."""
 
 
 class Finding(NamedTuple):
-    """Something that costs time or memory."""
+    """A cause of lost time or memory, and a change against it."""
 
     kind: str
     unit: str | None
     text: str
     change: str
     cost_s: float
-    """Seconds a step; 0: not known."""
+    """Seconds a step; 0 if the cost is unknown."""
 
 
 class _Exposed(NamedTuple):
@@ -43,11 +43,11 @@ class _Exposed(NamedTuple):
     unit: int
     exposed_s: float
     hidden_s: float
-    """How much of that one more unit ahead, or one more reduction in flight, would hide at most."""
+    """Upper bound of the seconds that one more prefetched unit, or reduction in flight, hides."""
 
 
 def findings(ranks: Sequence[Rank]) -> list[Finding]:
-    """Return all that is found, what costs most first."""
+    """Return all findings, the most expensive first."""
     found = [
         *exposed(ranks[0], "gather"),
         *exposed(ranks[0], "reduction"),
@@ -71,7 +71,7 @@ def waited_s(rank: Rank) -> float:
 
 
 def took_s(action: Sequence[Any]) -> float:
-    """Return the seconds of an action of a rank file: those of its lane if they are known."""
+    """Return the seconds of an action of a rank file, on its lane if that time is known."""
     return float(action[3] if action[5] is None else action[5])
 
 
@@ -143,7 +143,7 @@ def missed_guesses(rank: Rank) -> list[Finding]:
 
 
 def stragglers(ranks: Sequence[Rank]) -> list[Finding]:
-    """Return the rank that the others wait for, if there is one: the one that waits least."""
+    """Return a finding if the others wait for one rank, the rank that waits least."""
     waited = sorted((waited_s(rank), rank["rank"], rank["host"]) for rank in ranks)
     step_s = max(map(mean_step_s, ranks))
     if len(ranks) < 2 or step_s == 0.0:
@@ -165,7 +165,7 @@ def stragglers(ranks: Sequence[Rank]) -> list[Finding]:
 
 
 def unequal_units(units: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return units that are far larger or smaller than the median of those that enclose none."""
+    """Return units far larger or smaller than the median of units without inner units."""
     leaves = [one for one in units if not one["encloses"] and one["unsharded_nbytes"]]
     if len(leaves) < 4:
         return []
@@ -209,7 +209,7 @@ def _mean(steps: Iterable[Iterable[_Exposed]]) -> list[_Exposed]:
 
 
 def _gathers(step: Mapping[str, Any]) -> list[_Exposed]:
-    """Return what was waited for gathers, and how much earlier each could have begun."""
+    """Return the waits for gathers; an earlier start can hide each up to ``hidden_s``."""
     starts = sorted(at_s for _, _, at_s, _ in step["work"])
     begun: dict[int, float] = {}
     found = []
@@ -226,7 +226,7 @@ def _gathers(step: Mapping[str, Any]) -> list[_Exposed]:
 
 
 def _reductions(step: Mapping[str, Any]) -> list[_Exposed]:
-    """Return what was waited for reductions, and the backward that was still to come then."""
+    """Return the waits for reductions; the rest of backward can hide each up to ``hidden_s``."""
     ends = [at_s + took for what, _, at_s, took in step["work"] if what == "backward"]
     last_s = max(ends, default=0.0)
     return [

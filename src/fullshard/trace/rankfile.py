@@ -1,4 +1,4 @@
-"""The file that each rank of a trace leaves behind: how it is written, read, and aligned."""
+"""The file that each rank of a trace writes, and the clocks of all ranks' files."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def write(folder: Path, rank: int, found: Mapping[str, Any]) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file of which a reader sees all or nothing."""
+    """Write a file atomically: a reader sees the whole file or no file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
 def read_all(folder: str | Path) -> list[dict[str, Any]]:
-    """Return what the rank files in ``folder``, or in its folder ``trace``, hold, by rank.
+    """Return the contents of the rank files in ``folder``, or in its folder ``trace``, by rank.
 
-    Each gets ``shift_s``: seconds from the first rank's start to its own. Files of ranks that the
-    trace of rank 0 had not, left by another run, are passed over.
+    Each gets ``shift_s``: seconds from the earliest start of a rank to its own start. Files with a
+    rank beyond the world of rank 0's file belong to another run and are left out.
 
     Raises:
-        ConfigError: there are none, or one cannot be read.
+        ConfigError: the folder has no rank file, or one cannot be read.
     """
     root = Path(folder)
     paths = sorted(root.glob("rank-*.json")) or sorted((root / "trace").glob("rank-*.json"))

@@ -1,6 +1,6 @@
-"""Puts together what a tape says of one step: actions with their times, work, changes of buffers.
+"""Turn the entries of a step into actions with times, work of the model and buffer changes.
 
-Runs when a trace is over.
+This code runs after the end of a trace.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fullshard.trace.steps import (
 
 
 class Act(NamedTuple):
-    """An action: its unit, by number in the tree, and when it was carried out."""
+    """An action: its unit, by number in the tree, and its times."""
 
     op: str
     unit: int
@@ -39,7 +39,7 @@ class Act(NamedTuple):
     host_s: float
     """Seconds of the host."""
     lane_start_s: float | None = None
-    """When its lane of a device got there; None: not known, or no work of a lane."""
+    """Time at which its lane started it; None if unknown, or if the action has no lane."""
     lane_s: float | None = None
 
 
@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A buffer that grew or shrank."""
+    """A change in the size of a buffer."""
 
     at_s: float
     kind: str
@@ -66,21 +66,21 @@ class StepEvents:
     """The events of a segment."""
 
     held: dict[str, int]
-    """Bytes of buffers by kind when it began."""
+    """Bytes of buffers by kind at the start of the segment."""
     acts: list[Act] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
 
 
 class Failed(NamedTuple):
-    """The memory held when an exception came, by unit and kind, and the unit that ran last."""
+    """The memory held at an exception, by unit and kind, and the unit that ran last."""
 
     unit: int
     held: dict[tuple[int, str], int]
 
 
 def read(kept: KeptSegment) -> StepEvents:
-    """Return what happened in a step, in the order in which it began."""
+    """Return the events of a step, in order of their start."""
     segment = kept.segment
     changes = [change for change, _ in _changes(segment.entries)]
     held = Counter(segment.held)
@@ -103,7 +103,7 @@ def _acts(kept: KeptSegment) -> Iterator[Act]:
 
 
 def _works(entries: Iterable[tuple[Any, ...]]) -> Iterator[Work]:
-    """Return what the model computed; the backward of a unit lasts until that of another begins."""
+    """Yield the model's work; a unit's backward lasts until the next unit's backward."""
     forwards: list[Work] = []
     backward: Work | None = None
     for entry in entries:
@@ -124,7 +124,7 @@ def _works(entries: Iterable[tuple[Any, ...]]) -> Iterator[Work]:
 
 
 def _left(forwards: list[Work], unit: int, at_s: float) -> Iterator[Work]:
-    """Close the forward of ``unit``, and those inside of it that an exception ended."""
+    """Close the forward of ``unit``, and forwards inside it that an exception ended."""
     if not any(one.unit == unit for one in forwards):
         return
     while forwards:
@@ -135,7 +135,7 @@ def _left(forwards: list[Work], unit: int, at_s: float) -> Iterator[Work]:
 
 
 def _changes(entries: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Change, int | None]]:
-    """Return changes of buffers, in actions of which units, and the ids of their storages."""
+    """Yield changes of buffers, with the unit of the action, and the ids of their storages."""
     began: list[int] = []
     for entry in entries:
         if entry[0] == ACTS:
@@ -148,11 +148,11 @@ def _changes(entries: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Change, int |
 
 
 def held_when_it_failed(steps: Iterable[KeptSegment], last: KeptSegment) -> Failed:
-    """Return what was held before the exception in ``last``, which nothing had freed by then.
+    """Return the memory held at the exception in ``last``.
 
-    The exception has passed through forwards and backwards before a trace sees it, and those have
-    freed what they held. So only what comes before the first trigger that told of it counts. Which
-    unit a buffer is of is known if it was made in ``steps`` or in ``last``.
+    Forwards and backwards free their memory as the exception passes through them, before a trace
+    sees it. So only entries before the first trigger that reports the exception count. The unit of
+    a buffer is known if the buffer was made in ``steps`` or in ``last``.
     """
     unit, failed_s = _failure(last.segment)
     held: Counter[tuple[int, str]] = Counter()
@@ -183,7 +183,7 @@ def _owner(owners: dict[int, int], storage: int, change: Change) -> int:
 
 
 def _failure(segment: TapeSegment) -> tuple[int, float]:
-    """Return the unit that ran last before the exception, and when the first trigger told of it."""
+    """Return the last unit before the exception, and the time of the trigger that reports it."""
     unit = NO_UNIT
     for entry in segment.entries:
         if entry[0] == HEARD:

@@ -26,11 +26,12 @@ class Combined(NamedTuple):
 def combine(folder: str | Path) -> Combined:
     """Combine the files of all ranks in ``folder``, or in its folder ``trace``, into a report.
 
-    Writes ``trace.json`` (for Perfetto or chrome://tracing), ``summary.json`` and ``report.html``
-    beside them; the page loads nothing, and all its figures are those of the summary.
+    Write ``trace.json`` (for Perfetto or chrome://tracing), ``summary.json`` and ``report.html``
+    into the folder of the rank files. The page loads no other file, and shows the figures of the
+    summary.
 
     Raises:
-        ConfigError: there are no such files, or one cannot be read.
+        ConfigError: the folder has no rank file, or one cannot be read.
     """
     ranks = rankfile.read_all(folder)
     root = Path(folder)
@@ -50,5 +51,5 @@ def combine(folder: str | Path) -> Combined:
 def page(summary: dict[str, Any]) -> str:
     """Return the report as one HTML file."""
     template = resources.files("fullshard.trace").joinpath("report.html").read_text("utf-8")
-    # Inside of a script element only "<" could be taken for something else than JSON.
+    # In a script element, only "<" could end the JSON early.
     return template.replace(_DATA, json.dumps(summary).replace("<", "\\u003c"))

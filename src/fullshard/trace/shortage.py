@@ -1,4 +1,4 @@
-"""Out of memory: what was held then, by unit and kind, and what would need less."""
+"""Suggest changes that need less memory, after a rank ran out of memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Way(NamedTuple):
     saves_nbytes: int
     costs: str
     suffices: bool | None
-    """True if it saves as much as the failed allocation asked for; None: that is not known."""
+    """True if the change saves at least the size of the failed allocation; None if unknown."""
 
 
 def ways(rank: Mapping[str, Any]) -> list[Way]:
-    """Return at most three ways to need less, of a rank whose file tells of a shortage.
+    """Return at most three ways to need less memory, for a rank that ran out of memory.
 
-    Those that suffice come first, and each time those that cost less.
+    Ways that suffice come first; among equals, the cheaper way comes first.
     """
     shortage, units = rank["shortage"], rank["units"]
     tried = shortage["tried_nbytes"]
@@ -94,7 +94,7 @@ def _by_unit(shortage: Mapping[str, Any], *kinds: str) -> Counter[int]:
 
 
 def _others(rank: Mapping[str, Any], shortage: Mapping[str, Any]) -> int:
-    """Return the bytes that are neither shards nor buffers, as far as they are known."""
+    """Return the known bytes that are neither shards nor buffers."""
     allocated = shortage["allocated_nbytes"]
     if allocated is not None:
         known = sum(int(n) for *_, n in shortage["held"])

@@ -23,9 +23,9 @@ class Span(NamedTuple):
 
 
 def spans(step: Mapping[str, Any]) -> list[Span]:
-    """Return all spans of a step of a rank file; of a lane of a device if its times are known.
+    """Return all spans of a step of a rank file, at times of the device's lanes if known.
 
-    A gather lasts until its result is waited for: it may have been complete earlier.
+    A gather counts until the end of the wait for its result, though it may be complete earlier.
     """
     found = [Span("model", what, unit, at_s, took) for what, unit, at_s, took in step["work"]]
     begun: dict[tuple[str, int], float] = {}

@@ -1,7 +1,7 @@
-"""Keep the steps of a trace: the last and the slowest ones whole, of all of them sums.
+"""Keep the last and the slowest steps of a trace in full, and sums of all steps.
 
-This runs once a step, beside the training; entries are put together only when a trace is over
-(``trace/reading.py``).
+This code runs once a step, during training. The entries are interpreted only after the end of a
+trace (``trace/reading.py``).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from fullshard.schedule.triggers import (
 )
 
 HEARD, ACTS, ACTED, HELD = range(4)
-"""First elements of entries, which are tuples with their time next:
+"""First elements of entries. An entry is a tuple; its time is the second element, and these follow:
 
-    HEARD   trigger, number of its engine's unit 0
-    ACTS    action that begins, number of its engine's unit 0, stamp of its lane or None
-    ACTED   stamp of the lane of the innermost action, which ends
-    HELD    kind of a buffer, bytes that it holds more, id of its storage or None
+    HEARD   trigger, number of its engine's unit 0.
+    ACTS    action that begins, number of its engine's unit 0, stamp of its lane or None.
+    ACTED   stamp of the lane of the innermost action, which ends.
+    HELD    kind of a buffer, growth in bytes, id of its storage or None.
 """
 
 MOST_KEPT = 100_000
-"""Entries of all steps that are kept whole; beyond these the oldest are only summed."""
+"""Entries of all steps kept in full; beyond this number the oldest steps are dropped."""
 
 NUM_SLOWEST = 3
-"""Steps that are kept whole because none of those before them took longer."""
+"""Number of the slowest steps, which are kept in full."""
 
-_BEHIND = 4  # segments whose device times are waited for
+_BEHIND = 4  # segments that may wait for their device times
 
 NO_UNIT = -1
 
@@ -49,35 +49,35 @@ _RESHARD, _TO_SECONDARY = Op.RESHARD, Op.RESHARD_TO_SECONDARY
 
 
 class SegmentKind(enum.StrEnum):
-    """The kind of the entries between two ends of steps."""
+    """The kind of a segment."""
 
     STEP = "step"
     EVALUATION = "evaluation"
     PART = "part"
-    """A part of a step that is not kept whole, or was not finished."""
+    """A part of a step that was cut or did not finish."""
 
 
 class TapeSegment(NamedTuple):
-    """The entries between two moments, as the tape has them."""
+    """The entries of the tape between two moments."""
 
     kind: SegmentKind
     start_s: float
     end_s: float
     entries: list[tuple[Any, ...]]
     held: dict[str, int]
-    """Bytes of buffers by kind when it was over."""
+    """Bytes of buffers by kind at the end of the segment."""
     allocated_nbytes: int | None = None
-    """Bytes that tensors held on the device then."""
+    """Bytes of tensors on the device at the end of the segment; None if unknown."""
 
 
 class Missed(NamedTuple):
-    """A gather ahead of its time for a unit that never came."""
+    """A prefetched unit that was resharded before its use."""
 
     unit: int
     guessed_in: int
-    """The unit that was entered when the guess was made."""
+    """The unit that ran when the guess was made."""
     came: int
-    """The unit that came in its stead; NO_UNIT: the pass ended."""
+    """The unit that ran instead; NO_UNIT: the pass ended."""
 
 
 class Sum:
@@ -104,15 +104,15 @@ class Sum:
 class Clock(NamedTuple):
     """The host's time at which a lane reached a stamp.
 
-    Each segment measures from its own first stamp, because a device tells differences in 32 bits:
-    after an hour they would be good to a quarter of a millisecond only.
+    Each segment measures from its own first stamp, because a device returns differences as 32-bit
+    floats. After an hour, their error would be a quarter of a millisecond.
     """
 
     at_s: float
     stamp: Any
 
     def time_of(self, stamp: Any) -> float | None:
-        """Return the time of ``stamp``; None if there is none, or its lane is not there yet."""
+        """Return the time of ``stamp``; None without a stamp, or before its lane has reached it."""
         if stamp is None or self.stamp is None:
             return None
         since: float | None = stamp.seconds_since(self.stamp)
@@ -132,7 +132,7 @@ class Clock(NamedTuple):
 
 
 class KeptSegment(NamedTuple):
-    """A segment that is kept whole."""
+    """A segment that is kept in full."""
 
     number: int
     segment: TapeSegment
@@ -148,17 +148,17 @@ class UnitSums:
         self.gather = Sum()
         """The time that computation waited for the unit's gathers."""
         self.reduction = Sum()
-        """The same for its reductions."""
+        """The time that computation waited for the unit's reductions."""
 
 
 class History:
-    """The steps of a trace, in memory that does not grow with their number.
+    """The steps of a trace, in memory with a bound independent of their number.
 
     Attributes:
         units: sums of each unit.
-        missed: how often each guess was wrong.
+        missed: number of times that each guess was wrong.
         spent: durations by kind of segment.
-        last: the segment that was taken in last, whatever it was.
+        last: the segment added last, of any kind.
     """
 
     def __init__(self, keep: int, num_units: int, clock: Clock) -> None:
@@ -172,20 +172,20 @@ class History:
         self._waiting: deque[TapeSegment] = deque()
 
     def add(self, segment: TapeSegment) -> None:
-        """Take in a segment, later if a device has not done its work yet."""
+        """Add a segment, later if the device has not finished its work yet."""
         waiting = self._waiting
         waiting.append(segment)
         while waiting and (len(waiting) > _BEHIND or self._clock.is_past(waiting[0])):
             self._take(waiting.popleft())
 
     def end(self) -> None:
-        """Take in all that is left."""
+        """Add the segments that still wait for the device."""
         while self._waiting:
             self._take(self._waiting.popleft())
 
     @property
     def kept(self) -> list[KeptSegment]:
-        """The steps that are kept whole, in order."""
+        """The steps that are kept in full, in order."""
         steps = {one.number: one for *_, one in self._slowest}
         steps |= {one.number: one for one in self._recent}
         return [steps[number] for number in sorted(steps)]
@@ -203,12 +203,12 @@ class History:
     def _add_up(self, segment: TapeSegment) -> list[Missed]:
         """Add to the sums, and return the guesses that missed.
 
-        A guess is a gather that began while another unit was entered; it missed if the unit is
-        resharded before it is entered itself. (Before that it is waited for: a buffer cannot be
-        freed while a collective writes into it.)
+        A guess is a gather that begins while another unit runs. The guess missed if the gathered
+        unit is resharded before it runs. (The resharding waits for the gather first, because a
+        buffer cannot be freed while a collective writes into it.)
         """
         units, entered = self.units, NO_UNIT
-        guessed: dict[int, int] = {}  # unit -> the one that was entered then
+        guessed: dict[int, int] = {}  # unit -> the unit that ran at the guess
         began: list[tuple[Any, ...]] = []  # actions that have begun
         missed = []
         for entry in segment.entries:
@@ -227,7 +227,7 @@ class History:
                     if unit in guessed:
                         missed.append(Missed(unit, guessed.pop(unit), entered))
             elif what == ACTED:
-                if began:  # otherwise it began in a segment that was cut
+                if began:  # else the action began in a segment that was cut
                     self._waited(began.pop(), entry)
             elif what == HEARD:
                 trigger = entry[2]
@@ -240,7 +240,7 @@ class History:
         return missed
 
     def _waited(self, began: tuple[Any, ...], ended: tuple[Any, ...]) -> None:
-        """Add how long computation waited in an action, if it is one that makes it wait."""
+        """Add the time of an action to the waits of its unit, if computation waits in it."""
         action = began[2]
         op = action.op
         if op is _WAIT:
@@ -265,13 +265,13 @@ class History:
 
 
 def _failed(trigger: Any) -> bool:
-    """Return whether a trigger tells of an exception; guesses that it ends were not wrong."""
+    """Return whether a trigger reports an exception, after which open guesses are not wrong."""
     kind = type(trigger)
     return kind is TaskDied or (kind is ForwardExit and trigger.failed)
 
 
 def lane_time(clock: Clock, began: Any, ended: Any) -> tuple[float | None, float | None]:
-    """Return when a lane got to an action, and how long it took; None if that is not known."""
+    """Return a lane's start of an action, and its seconds; None for a figure that is unknown."""
     start_s, end_s = clock.time_of(began), clock.time_of(ended)
     if start_s is None or end_s is None:
         return None, None

@@ -12,15 +12,15 @@ from fullshard.trace.shortage import ways
 from fullshard.trace.spans import LANES, spans
 
 MOST_RANKS = 8
-"""Ranks whose lanes are shown: the first ones, and the one that waits least."""
+"""Number of ranks whose lanes are shown: the first ones, and the one that waits least."""
 MOST_SPANS = 2_000
-"""Spans of one lane that are shown, the longest ones."""
+"""Number of spans of one lane that are shown, the longest ones."""
 MOST_POINTS = 1_000
-"""Moments of memory over time that are shown, each the most of those around it."""
+"""Number of moments of memory that are shown, each the peak of its neighbourhood."""
 
 
 def summarize(ranks: Sequence[Rank]) -> dict[str, Any]:
-    """Return the summary of a trace, to be written as JSON; its size has a bound."""
+    """Return the summary of a trace, as values of JSON with a bounded size."""
     first = ranks[0]
     step = _shown_step(ranks)
     short = next((one for one in ranks if one["shortage"] is not None), None)
@@ -69,9 +69,9 @@ def _steps(rank: Rank) -> dict[str, Any]:
 
 
 def units(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
-    """Return a row for each unit of the first rank, those with the most exposed time first.
+    """Return a row for each unit of the first rank, the most exposed first.
 
-    Seconds are means over the ranks that have the same units; stages of a pipeline have others.
+    Seconds are means over ranks with the same units; other stages of a pipeline are left out.
     """
     ranks = [one for one in ranks if _names(one) == _names(ranks[0])]
     missed: Counter[int] = Counter()
@@ -102,20 +102,20 @@ def _names(rank: Rank) -> list[str]:
 
 
 def _exposed(ranks: Sequence[Rank], unit: int, kind: str) -> tuple[float, float]:
-    """Return seconds a step, the mean over ranks, and the longest of all."""
+    """Return the mean seconds a step over ranks, and the longest single wait."""
     of = [(rank, rank["totals"][unit][kind]) for rank in ranks]
     a_step = [one["total_s"] / max(1, rank["spent"]["step"]["count"]) for rank, one in of]
     return sum(a_step) / len(ranks), max((one["most_s"] for _, one in of), default=0.0)
 
 
 def _shown_step(ranks: Sequence[Rank]) -> int | None:
-    """Return the number of the last step that all ranks kept whole."""
+    """Return the number of the last step that all ranks kept in full."""
     common = set.intersection(*({one["number"] for one in rank["steps"]} for rank in ranks))
     return max(common, default=None)
 
 
 def step_of(rank: Rank, number: int | None) -> Mapping[str, Any] | None:
-    """Return a step by its number; of a rank that ran out of memory the one in which it did."""
+    """Return a step by its number, or the failed step of a rank that ran out of memory."""
     if rank["shortage"] is not None and rank["unfinished"] is not None:
         unfinished: Mapping[str, Any] = rank["unfinished"]
         return unfinished
@@ -123,11 +123,11 @@ def step_of(rank: Rank, number: int | None) -> Mapping[str, Any] | None:
 
 
 def memory(rank: Rank, number: int | None) -> dict[str, Any] | None:
-    """Return the bytes of buffers by kind over the time of a step, and what the plan predicts.
+    """Return the bytes of buffers by kind over the time of a step, with the plan's prediction.
 
-    The plan's times are stretched to the length of the step, or if that was not finished to the
-    mean of those before it. Its ``same`` are the bytes of the
-    kinds that are recorded, its ``all`` those of all kinds.
+    The plan's times are stretched to the length of the step. If the step did not finish, the mean
+    of the earlier steps replaces its length. In the prediction, ``same`` counts the recorded kinds
+    and ``all`` counts all kinds.
     """
     step = step_of(rank, number)
     if step is None:
@@ -155,7 +155,7 @@ def memory(rank: Rank, number: int | None) -> dict[str, Any] | None:
 
 
 def thinned(points: list[tuple[float, dict[str, int]]]) -> list[tuple[float, dict[str, int]]]:
-    """Return at most ``MOST_POINTS`` + 2 of the points: first, last, and the largest between."""
+    """Return at most ``MOST_POINTS`` + 2 points: the first, the last, and peaks between them."""
     if len(points) <= MOST_POINTS:
         return points
     size = -(-len(points) // MOST_POINTS)
@@ -214,9 +214,9 @@ def _rows(rank: Rank, step: Mapping[str, Any], shift_s: float) -> dict[str, list
 
 
 def _compared(rank: Rank, number: int | None) -> dict[str, Any] | None:
-    """Return where the actions of a step are others than the plan's, and which guesses missed.
+    """Return the first difference of a step's actions from the plan, and the missed guesses.
 
-    A step that ended in an error has others for that reason, and is not compared.
+    The step of a rank that ran out of memory differs because it was cut off: it is not compared.
     """
     plan, step = rank["plan"], step_of(rank, number)
     if not plan or step is None or rank["shortage"] is not None:
@@ -233,7 +233,7 @@ def _compared(rank: Rank, number: int | None) -> dict[str, Any] | None:
 def first_difference(
     recorded: Sequence[str], planned: Sequence[str], names: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Return the first action that is not the plan's, with units by name; None: all are."""
+    """Return the first action that differs from the plan; None if all are equal."""
     for index in range(max(len(recorded), len(planned))):
         pair = [one[index] if index < len(one) else None for one in (recorded, planned)]
         if pair[0] != pair[1]:

@@ -1,7 +1,7 @@
-"""Note the actions of engines while they run, in a list of tuples, at little cost.
+"""Record the actions of engines while they run, in a list of tuples, at little cost.
 
-Everything here runs beside every action of a step, so nothing is looked up, formatted or added up
-that could be later (``trace/steps.py``).
+This code runs at every action of a step, so look-ups, formatting and sums are left for later
+(``trace/steps.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fullshard.schedule.triggers import (
 from fullshard.trace.steps import ACTED, ACTS, HEARD, HELD, SegmentKind, TapeSegment
 
 MOST_ENTRIES = 100_000
-"""Entries after which a step is cut, so that a loop that never steps fills no memory."""
+"""Entries after which a step is cut, so that a loop without optimizer steps stays bounded."""
 
 _LANES = {
     Op.UNSHARD: Lane.GATHER,
@@ -38,18 +38,18 @@ _LANES = {
     Op.KEEP_PARTIAL: Lane.REDUCE,
     Op.FINISH_REDUCE: Lane.COMPUTE,
 }
-"""The lanes on which actions take a device's time; the others only make lanes wait."""
+"""The lanes on which actions take device time; other actions only make lanes wait."""
 
 _now = time.perf_counter
 
 
 class Tape:
-    """The entries of the step under way, from all engines of a tree, and where the step ends.
+    """The entries of the current step, from all engines of a tree, and the end of the step.
 
-    A step ends with the last change of weights after a backward; that is known when the next
-    forward begins. So gradients may be accumulated over any number of backwards, and any number of
-    optimizers may step after them. Before its first forward that trains, forwards from which no
-    gradient can flow back are evaluation, each a segment of its own.
+    A step ends with the last change of weights after a backward, and the next forward shows that
+    this change was the last. So a step may have any number of backwards, and any number of
+    optimizers after them. A forward without gradients before the first training forward of a step
+    is evaluation, a segment of its own.
     """
 
     def __init__(self, done: Callable[[TapeSegment], None], start_s: float) -> None:
@@ -57,13 +57,13 @@ class Tape:
         self.is_cut = False
         self._done = done
         self._since_s = start_s
-        self._trains = False  # a forward was run from which a gradient may flow
+        self._trains = False  # a forward with gradients has ended
         self._has_grads = False  # a backward has ended
-        self._evaluated = False  # an evaluation has ended, but for what is freed after it
-        self._changed_s: float | None = None  # when weights changed last
+        self._evaluated = False  # an evaluation has ended; its last memory is not freed yet
+        self._changed_s: float | None = None  # time of the last change of weights
 
     def heard(self, trigger: Trigger, depth: int, at_s: float) -> None:
-        """Take note of a trigger that may end a segment; ``depth`` counts forwards that run."""
+        """Handle a trigger that may end a segment; ``depth`` counts forwards that run."""
         self._end_evaluation()
         kind = type(trigger)
         if kind is ForwardEnter:
@@ -74,12 +74,12 @@ class Tape:
                 self._end_forward(trigger)  # type: ignore[arg-type]
         elif kind is WeightsChanged:
             self._changed_s = at_s
-        else:  # of an optimizer that steps in backward, the end is the end of the backward
+        else:  # if an optimizer steps in backward, the end of backward is the end
             self._has_grads = True
             self._changed_s = None if self._changed_s is None else at_s
 
     def cut(self, at_s: float) -> None:
-        """End a segment in the middle of a step that has become too long to be kept."""
+        """End a segment in the middle of a step that has too many entries."""
         self.close(SegmentKind.PART, at_s)
         self.is_cut = True
 
@@ -89,7 +89,7 @@ class Tape:
         while after and entries[after - 1][1] > end_s:
             after -= 1
         taken = entries[:after]
-        del entries[:after]  # the list itself is known to all taps
+        del entries[:after]  # all taps share this list
         if self.is_cut:
             kind, self.is_cut = SegmentKind.PART, False
         self._done(TapeSegment(kind, self._since_s, end_s, taken, {}))
@@ -97,7 +97,7 @@ class Tape:
 
     def _begin_forward(self) -> None:
         if not self._has_grads:
-            self._changed_s = None  # of what was loaded or written before
+            self._changed_s = None  # a load, or a write, before training
         elif self._changed_s is not None:
             self.close(SegmentKind.STEP, self._changed_s)
             self._trains = self._has_grads = False
@@ -115,7 +115,7 @@ class Tape:
             self.close(SegmentKind.EVALUATION, self.entries[-1][1])
 
     def end(self) -> None:
-        """Hand over what is left: the last step, if it is complete."""
+        """Hand over the last step if it is complete, and the remaining entries as a part."""
         self._end_evaluation()
         if self._has_grads and self._changed_s is not None:
             self.close(SegmentKind.STEP, self._changed_s)
@@ -123,7 +123,7 @@ class Tape:
 
 
 def stamp_of(engine: Engine) -> Callable[[Lane], Stamp] | None:
-    """Return what stamps lanes that have clocks of their own; None where the host's tells all."""
+    """Return the function that stamps lanes; None if the host's clock suffices, as on a CPU."""
     runs_with_host = engine.units[-1].device.type == "cpu" and not engine.is_dry
     return None if runs_with_host else engine.lanes.stamp
 
@@ -139,7 +139,7 @@ class _Before(NamedTuple):
 
 
 class Tap:
-    """The recorder, observer and watch of one engine, whose unit 0 is number ``base`` of a tree."""
+    """The recorder, observer and watch of one engine; unit 0 has number ``base`` in the tree."""
 
     def __init__(self, engine: Engine, base: int, tape: Tape) -> None:
         self.engine = engine
@@ -149,13 +149,13 @@ class Tap:
         self._append = tape.entries.append
         self._before = _Before(engine.recorder, engine.meter.watch)
         self._stamp = stamp_of(engine)
-        self._lanes: list[Lane | None] = []  # of the actions under way
+        self._lanes: list[Lane | None] = []  # lanes of the actions that have begun
 
     def attach(self) -> None:
-        """Listen; recorder and watch that were there go on to be told.
+        """Start to listen; an earlier recorder and watch still get their events.
 
         Raises:
-            ProtocolError: the engine has an observer, such as another trace; nothing was changed.
+            ProtocolError: the engine has an observer, such as another trace; nothing has changed.
         """
         engine = self.engine
         if engine.observer is not None:
@@ -168,7 +168,7 @@ class Tap:
         engine.meter.watch = self.resized
 
     def detach(self) -> None:
-        """Put back what was there before."""
+        """Put back the earlier recorder and watch."""
         self.engine.recorder, self.engine.meter.watch = self._before
         self.engine.observer = None
 
@@ -184,7 +184,7 @@ class Tap:
             self._before.recorder.record(event)
 
     def acting(self, action: Action) -> Tap:
-        """See ``Observer``; a context is left in the order in which they are entered."""
+        """See ``Observer``; the innermost action ends first."""
         stamp = None
         if self._stamp is not None:
             lane = _LANES.get(action.op)
@@ -194,10 +194,10 @@ class Tap:
         return self
 
     def __enter__(self) -> None:
-        """Do nothing: the action has been noted."""
+        """Do nothing: ``acting`` has recorded the start of the action."""
 
     def __exit__(self, *_: object) -> None:
-        """Take note that the innermost action has ended."""
+        """Record the end of the innermost action."""
         if self._stamp is None:
             self._append((ACTED, _now(), None))
             return

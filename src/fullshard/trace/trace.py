@@ -1,4 +1,4 @@
-"""``fullshard.trace``: records what the engines of a model do, beside a training loop."""
+"""``fullshard.trace``: record the actions of a model's engines during training."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ log = logging.getLogger("fullshard")
 
 
 def trace(model: nn.Module, folder: str | Path, *, keep: int = 20, plan: Any = None) -> Trace:
-    """Return a trace of all units in ``model``: a context, or something to ``start`` and ``stop``.
+    """Return a trace of all units in ``model``, for ``with`` or for ``start`` and ``stop``.
 
         with fullshard.trace(model, "runs/7b/trace"):
             train(model)
 
-    Each rank writes one file into ``folder`` when the trace stops; ``fullshard trace FOLDER`` makes
-    a report of them. No rank waits for another one.
+    Each rank writes one file into ``folder`` when the trace stops. ``fullshard trace FOLDER`` makes
+    a report of these files. No rank waits for another rank.
 
     Args:
-        model: a module that is sharded already; units that are made later are not seen.
-        folder: made if it is not there.
-        keep: how many of the last steps are kept whole; of others, but the slowest, sums are kept.
+        model: a sharded module; units made after the start are not recorded.
+        folder: created if missing.
+        keep: number of the last steps to keep in full, in addition to the slowest steps. Other
+            steps count in sums only.
         plan: a plan to compare with: a dict, or an object with ``as_json()``.
 
     Raises:
@@ -51,7 +52,7 @@ def trace(model: nn.Module, folder: str | Path, *, keep: int = 20, plan: Any = N
 
 
 class Trace:
-    """A trace of a model; see ``trace``. It can be started again, and then writes anew."""
+    """A trace of a model; see ``trace``. A second start replaces this rank's file."""
 
     def __init__(self, model: nn.Module, folder: str | Path, *, keep: int, plan: Any) -> None:
         self.folder = Path(folder)
@@ -63,11 +64,11 @@ class Trace:
         self._run: _Run | None = None
 
     def start(self) -> None:
-        """Begin to record.
+        """Start the recording.
 
         Raises:
             ConfigError: the model has no unit.
-            ProtocolError: this trace runs, or another one that has some of the model's units.
+            ProtocolError: this trace runs, or another trace records some of the model's units.
         """
         if self._run is not None:
             raise ProtocolError("trace: start() of a trace that runs; call stop() first")
@@ -79,7 +80,7 @@ class Trace:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         self._run = _Run(engines, self._keep)
-        rankfile.path_of(self.folder, _place()[0]).unlink(missing_ok=True)  # of another run
+        rankfile.path_of(self.folder, _place()[0]).unlink(missing_ok=True)  # an earlier recording
 
     def stop(self) -> Path:
         """End the recording, write this rank's file, and return its path.
@@ -102,7 +103,7 @@ class Trace:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        """Stop; after an error, out of memory for one, nothing that fails here hides it."""
+        """Stop; after an error in the block, log failures of the trace instead of raising them."""
         if error is None:
             self._stop(None)
             return
@@ -143,9 +144,9 @@ class _Run:
             tap.detach()
 
     def end(self, error: BaseException | None) -> dict[str, Any]:
-        """Stop listening, and return what the rank's file says."""
+        """Stop listening, and return the contents of the rank's file."""
         self._detach()
-        if error is None:  # a device that failed could not be waited for
+        if error is None:  # waiting for a failed device may fail too
             self._synchronize()
         self.tape.end()
         self.history.end()
@@ -177,7 +178,7 @@ class _Run:
         for engine in self.engines:
             held.update({kind.value: n for kind, n in engine.meter.held_nbytes.items()})
         for _, _, kind, nbytes, _ in (e for e in self.tape.entries if e[0] == HELD):
-            held[kind.value] -= nbytes  # of the next segment already
+            held[kind.value] -= nbytes  # these bytes belong to the next segment
         allocated = None
         if self.device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self.device)
@@ -188,7 +189,7 @@ class _Run:
             torch.get_device_module(self.device).synchronize(self.device)
 
     def _unfinished(self, error: BaseException | None) -> dict[str, Any] | None:
-        """Return the step in which ``error`` came."""
+        """Return the step that ``error`` interrupted; None without an error."""
         last = self.history.last
         return None if error is None or last is None else step_as_json(last, self.start_s)
 
@@ -196,7 +197,7 @@ class _Run:
         if not isinstance(error, torch.OutOfMemoryError):
             return None
         last = self.history.last
-        assert last is not None  # the end of the tape
+        assert last is not None  # the end of the tape adds a segment
         where, held = held_when_it_failed(self.history.kept, last)
         found = [[unit, kind, nbytes] for (unit, kind), nbytes in held.items()]
         for number, unit in enumerate(self.units):
@@ -217,7 +218,7 @@ def _place() -> tuple[int, int]:
 
 
 def _size_in(text: str, pattern: str) -> int | None:
-    """Return the bytes that an error of PyTorch's allocator names."""
+    """Return the bytes in an error of PyTorch's allocator; None if they are not found."""
     found = re.search(pattern, text)
     units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
     if found is None or found[2] not in units:
