@@ -12,12 +12,11 @@ from importlib.metadata import version
 
 COMMANDS = {
     "train": "Train a language model on real text, fully sharded over local workers.",
-    "export": "Write the model of a run, or its adapters, as Hugging Face libraries read them.",
-    "generate": "Print a text and how the model of a run continues it.",
-    "plan": "Tell memory, communication and time of a training step; exit code 1 if it does not "
-    "fit.",
+    "export": "Write the model of a run, or its adapters, in the format of Hugging Face libraries.",
+    "generate": "Print a text and its continuation by the model of a run.",
+    "plan": "Predict memory and time of a training step; exit code 1 if it does not fit.",
     "doctor": "Examine environment, wires and speed of a job, and name common mistakes.",
-    "trace": "Combine what all ranks recorded into report.html, summary.json and trace.json.",
+    "trace": "Combine the files of all ranks into report.html, summary.json and trace.json.",
     "checkpoint": "Look at checkpoints, check, compare and convert them.",
 }
 

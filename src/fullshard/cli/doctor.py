@@ -39,7 +39,7 @@ def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="Write what was measured, for plans.", metavar="FILE"),
+        typer.Option(help="Write the measured hardware to a file for plans.", metavar="FILE"),
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds that ranks wait for each other.", min=1)
@@ -78,7 +78,7 @@ def _check_nproc(nproc: int | None) -> None:
 
 
 def _work(show: Show, mesh: str | None, timeout_s: float) -> NoReturn:
-    """Be one rank; end without finalizing the interpreter, as workers of the trainer do."""
+    """Run one rank, and exit without finalizing the interpreter, as the trainer's workers do."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shape = doctor.mesh_shape(mesh, world)
     try:
@@ -106,13 +106,13 @@ def _meet() -> dist.Store:
 
 
 def _launch(nproc: int, options: list[str]) -> int:
-    """Start the ranks on this machine; they print all but their own sudden death."""
+    """Start the ranks on this machine, and print an error for each rank that a signal killed."""
     try:
         start_workers(nproc, "-m", "fullshard.cli", "doctor", *options)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         for rank, code in codes.items():
-            if code < 0 and code != -signal.SIGTERM:  # by which the launcher ends the others
+            if code < 0 and code != -signal.SIGTERM:  # the launcher ends the other ranks with it
                 name = signal.Signals(-code).name
                 print(f"fullshard: error: rank {rank} was ended by {name}", file=sys.stderr)
         return 1

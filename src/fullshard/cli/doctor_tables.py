@@ -12,7 +12,7 @@ _SHOWN_RANKS = 16
 
 
 def print_report(report: doctor.Report) -> None:
-    """Print all sections; those of which nothing is known are left out."""
+    """Print all sections of the report that have contents."""
     _print_environment(report)
     _print_ranks(report)
     _print_wires(report)

@@ -1,4 +1,4 @@
-"""``fullshard plan``: what a training step will take, before there is a machine for it."""
+"""``fullshard plan``: predict memory, communication and time of a training step."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ _Model = Annotated[
         metavar="NAME|hf:CONFIG.json|MODULE:FUNCTION",
     ),
 ]
-_WorldSize = Annotated[int | None, typer.Option(help="Number of ranks, all of which shard.")]
+_WorldSize = Annotated[int | None, typer.Option(help="Number of ranks; all of them shard.")]
 _Mesh = Annotated[
-    str | None, typer.Option(help="Instead: dims with sizes.", metavar="replicate=4,shard=256")
+    str | None,
+    typer.Option(help="Mesh dims instead of --world-size.", metavar="replicate=4,shard=256"),
 ]
 _Hardware = Annotated[
     str,
@@ -50,8 +51,8 @@ _Hardware = Annotated[
 _Budget = Annotated[
     str | None,
     typer.Option(
-        help="Memory of a rank: choose layout, copies, resharding, recomputation and budgets "
-        "so that it is enough and the step is fast.",
+        help="Memory of a rank: choose the fastest layout, copies, resharding, recomputation and "
+        "budgets that fit.",
         metavar="80GB",
     ),
 ]
@@ -73,7 +74,7 @@ _Dtype = Annotated[Dtype, flag("dtype")]
 _Optimizer = Annotated[OptimizerName, flag("optimizer")]
 _Wire = Annotated[str | None, flag("wire")]
 _CheckpointActivations = Annotated[bool, flag("checkpoint_activations")]
-_Rank = Annotated[int, typer.Option(help="Which rank to plan for.", min=0)]
+_Rank = Annotated[int, typer.Option(help="Rank to plan for.", min=0)]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 _Measure = Annotated[
     bool,
@@ -110,7 +111,7 @@ def plan_command(
     as_json: _AsJson = False,
     picture: _Picture = None,
 ) -> int:
-    """Tell memory, communication and time of a training step; exit code 1 if it does not fit."""
+    """Predict memory and time of a training step; exit code 1 if it does not fit."""
     options: dict[str, Any] = {"hardware": hardware, "rank": rank, "measure": measure}
     if budget is not None:
         options["budget_nbytes"] = nbytes_of(budget)
@@ -141,7 +142,7 @@ def plan_command(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """The options that say what a step computes; None leaves the choice to the plan."""
+    """The options that define the computation of a step; None leaves the choice to the plan."""
 
     batch: int
     seq: int
@@ -197,7 +198,7 @@ def _plan_config(config: TrainConfig, sizes: dict[str, int], options: dict[str, 
 
 
 def _plan_function(make: Callable[[], Any], step: _Step, options: dict[str, Any]) -> Plan:
-    """Plan for the model that ``make`` returns, with its own batch if it returns one as well."""
+    """Return the plan of the model that ``make`` returns, alone or with a batch."""
     options |= step.options()
     with torch.device("meta"):
         made = make()
@@ -209,7 +210,7 @@ def _plan_function(make: Callable[[], Any], step: _Step, options: dict[str, Any]
 def _function(name: str) -> Callable[[], Any]:
     module, _, function = name.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # the folder that one is in, as for python -m
+        sys.path.insert(0, "")  # the current folder, as for python -m
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
@@ -241,7 +242,7 @@ def nbytes_of(text: str) -> int:
     """Return a number of bytes written as "80GB", "64 GiB" or "1000000".
 
     Raises:
-        ConfigError: it is written otherwise.
+        ConfigError: the text has another form.
     """
     found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", text.strip().lower())
     try:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 def print_json(value: Any) -> None:
-    """Print ``value``, and what JSON has no form for as its text."""
+    """Print ``value`` as JSON, and values that JSON lacks by their ``repr``."""
     print(json.dumps(value, indent=2, default=repr))
 
 
@@ -24,7 +24,7 @@ def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> No
 
 
 def console_for_tables() -> Console:
-    """Return a console that takes names as they are, with brackets in them."""
-    # Without a terminal lines are as long as they need to be.
+    """Return a console that prints names unchanged, brackets included."""
+    # Without a terminal, lines may have any length.
     width = None if Console().is_terminal else 1000
     return Console(width=width, markup=False, emoji=False)

@@ -1,4 +1,4 @@
-"""``fullshard export`` and ``fullshard generate``: use the model of a run, in one process."""
+"""``fullshard export`` and ``fullshard generate``: use a trained model, in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fullshard.train.job import FinishedRun
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, such as runs/mine.")]
 _Step = Annotated[int | None, typer.Option(help="Checkpoint of this step; default: the newest.")]
 _Best = Annotated[bool, typer.Option("--best", help="Checkpoint of the lowest held-out loss.")]
-_Tokens = Annotated[int, typer.Option(help="Tokens to write at most.", min=1)]
+_Tokens = Annotated[int, typer.Option(help="Largest number of tokens to write.", min=1)]
 
 
 def export_command(
@@ -29,7 +29,7 @@ def export_command(
         typer.Option(help="Dtype of the weights; default: --save-dtype of the run, else fp32."),
     ] = None,
 ) -> None:
-    """Write the model of a run, or its adapters, as Hugging Face libraries read them."""
+    """Write the model of a run, or its adapters, in the format of Hugging Face libraries."""
     found = FinishedRun.at(run)
     checkpoint = found.checkpoint(step=step, best=best)
     found.export(checkpoint, folder, dtype)
@@ -45,11 +45,11 @@ def generate_command(
     temperature: Annotated[
         float, typer.Option(help="Higher is more surprising; 0 takes the most likely token.")
     ] = 0.7,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0)] = 0,
     step: _Step = None,
     best: _Best = False,
 ) -> None:
-    """Print a text and how the model of a run continues it."""
+    """Print a text and its continuation by the model of a run."""
     if not 0 <= temperature < math.inf:
         raise ConfigError(f"--temperature is {temperature:g}, it must be at least 0")
     found = FinishedRun.at(run)

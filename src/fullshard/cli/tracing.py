@@ -27,7 +27,7 @@ def trace_command(
         bool, typer.Option("--json", help="Print the summary as JSON, for programs.")
     ] = False,
 ) -> None:
-    """Combine what all ranks recorded into report.html, summary.json and trace.json."""
+    """Combine the files of all ranks into report.html, summary.json and trace.json."""
     combined = combine(run)
     if as_json:
         print(json.dumps(combined.summary, indent=1))
