@@ -18,7 +18,7 @@ from fullshard.train.published import PUBLISHED
 
 
 class Architecture(Protocol):
-    """A causal language model to build, with the facts that are needed beforehand."""
+    """A causal language model to build, with the facts that a run needs before that."""
 
     @property
     def vocab_size(self) -> int:
@@ -30,7 +30,7 @@ class Architecture(Protocol):
 
     @property
     def takes_positions(self) -> bool:
-        """True if ``forward`` takes ``position_ids``, by which samples of a row are kept apart."""
+        """True if ``forward`` takes ``position_ids``, which separate the samples of a row."""
 
     def description(self) -> dict[str, Any]:
         """Return the fields that identify the model; checkpoints store them as JSON."""
@@ -39,7 +39,7 @@ class Architecture(Protocol):
         """Return the model with new fp32 weights, drawn from torch's default generator."""
 
     def initialise(self, model: nn.Module) -> None:
-        """Give new values to all tensors of what ``build`` built on the meta device."""
+        """Initialise all tensors of a model that ``build`` built on the meta device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ def count_parameters(architecture: Architecture, config: TrainConfig) -> int:
 def next_token_logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
     """Return fp32 logits ``[B, T, V]`` of the token after each of ``tokens`` ``[B, T]``.
 
-    Models of ``transformers`` keep samples of a row apart where ``positions`` ``[B, T]`` begin
-    anew.
+    In models of ``transformers``, a new sample of a row starts wherever ``positions`` ``[B, T]``
+    restart at 0.
     """
     return _forward(model, tokens, positions, adds_losses=False)[0]
 

@@ -121,11 +121,11 @@ class Option(NamedTuple):
     """How an attribute of ``TrainConfig`` is given on the command line.
 
     Attributes:
-        help: one sentence.
+        help: one sentence that describes the option.
         group: the section of the help.
-        metavar: the value in the help; None: by the type.
-        kind: the type on the command line; None: that of the attribute.
-        default: the default of the command line; ...: that of the attribute.
+        metavar: name of the value in the help; None: derived from the type.
+        kind: the type on the command line; None: the type of the attribute.
+        default: the default of the command line; ...: the default of the attribute.
     """
 
     help: str
@@ -144,12 +144,13 @@ class TrainConfig:
     """Everything that decides what a run computes.
 
     Each attribute with an ``Option`` is an option of ``fullshard train``, and a key of its TOML
-    file and of ``config.json``. More on some of them, and the attributes that are no options:
+    file and of ``config.json``. The list below has details of some options, and the attributes
+    without an option.
 
     Attributes:
         out: folder for ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and others.
-        export: a new folder for the trained model, as transformers reads it; of ``lora`` the
-            adapters, as peft reads them.
+        export: a new folder for the trained model in the format of transformers. With ``lora``, it
+            gets the adapters in the format of peft.
         nproc: local workers to start; under torchrun its ``--nproc-per-node`` is used instead.
         epochs: how many times the whole training text is read; ``prepare`` computes ``steps`` from
             it. None: ``steps`` was given.
@@ -160,13 +161,13 @@ class TrainConfig:
         layout: layout of the shards; either layout reads checkpoints of the other.
         replicas: copies of the shards, over which gradients are reduced last; must divide the
             number of workers. Checkpoints do not depend on it.
-        wire: how parameters and gradients travel, as ``WirePolicy.parse`` reads it; None: as they
-            are.
-        patience: evaluations in a row without a lower held-out loss, after which the run ends.
+        wire: how parameters and gradients are encoded for communication, as text for
+            ``WirePolicy.parse``; None: not encoded.
+        patience: the run ends after this number of evaluations without a lower held-out loss.
         eval_sequences: number of held-out sequences, evenly spread, in an evaluation.
 
     Raises:
-        ConfigError: a value cannot work.
+        ConfigError: a value is invalid, or values contradict each other.
     """
 
     model: Annotated[

@@ -62,8 +62,8 @@ def training_loss(
 ) -> Tensor:
     """Return the training loss of a batch.
 
-    It is ``of_label`` times the sum of the label losses, plus ``of_row`` times the number of rows
-    times the loss that the model adds, for example to balance experts.
+    The loss is ``of_label`` times the sum of the label losses, plus ``of_row`` times the number of
+    rows times the model's own loss, for example to balance experts.
     """
     tokens, labels, *positions = map(world.put, batch)
     logits, added = logits_and_added_loss(model, tokens, *positions)

@@ -58,7 +58,7 @@ class HfArchitecture:
         try:
             model = models[type(self.config)]
         except KeyError:
-            return True  # building it says what is wrong
+            return True  # building the model raises the error
         return "position_ids" in inspect.signature(model.forward).parameters
 
     def description(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class HfArchitecture:
         """Return the model with new weights; raise ``ConfigError`` if it cannot be built."""
         from transformers import AutoModelForCausalLM
 
-        family: Any = AutoModelForCausalLM  # typed in part only
+        family: Any = AutoModelForCausalLM  # only partly typed
         try:
             # A configuration names the dtype of the published weights; new weights are fp32.
             model = family.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
@@ -85,9 +85,10 @@ class HfArchitecture:
     def initialise(self, model: nn.Module) -> None:
         """Draw weights as the model's class does, and compute its buffers.
 
-        This may take rows of a weight, which ragged layouts do not have: units are lent one by one.
+        A class may index rows of a weight, which a ragged shard may lack. So the parameters of one
+        module at a time are unsharded.
         """
-        of_models: dict[str, Any] = {}  # by path: that of the innermost model around a module
+        of_models: dict[str, Any] = {}  # initialisers by path, inherited from enclosing models
         for path, module in model.named_modules():
             around = of_models.get(path.rpartition(".")[0])
             initialise: Any = getattr(module, "_init_weights", around)

@@ -53,8 +53,8 @@ _LAYOUTS: dict[LayoutName, fullshard.PerParameter | fullshard.Ragged] = {
     LayoutName.RAGGED: fullshard.Ragged(),
 }
 _DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
-# Differences by rounding that are no leak between samples, as shares of the largest logit. Sums of
-# mixtures of experts may be in another order; models that read across samples differ by all of it.
+# Differences up to this share of the largest logit count as rounding, not as a leak of samples.
+# Mixtures of experts may add in another order. A real leak changes logits by about their size.
 _ROUNDING = {Dtype.FP32: 2.0**-17, Dtype.BF16: 2.0**-5}
 
 
@@ -62,7 +62,8 @@ class Trained(NamedTuple):
     """The trained model, still sharded, and its last step.
 
     Attributes:
-        why_over: why the run ended before ``config.steps``; None if it did not, or may go on.
+        why_over: reason of the end before ``config.steps``; None if the run is complete, or can
+            be resumed.
     """
 
     model: nn.Module
@@ -78,7 +79,7 @@ def train(
 ) -> Trained:
     """Train to ``config.last_step``, from scratch or from the newest state.
 
-    If any worker gets SIGTERM or SIGINT, all save and end after their step.
+    If any worker gets SIGTERM or SIGINT, all workers save and end after the current step.
     """
     run = RunDir(Path(config.out))
     trainer = Trainer(config, text, world, life)
@@ -101,13 +102,13 @@ def train(
             tracker.write(int(figures.pop("step")), figures)
             reporter.show(record)
 
-        last: StartedStep | None = None  # the device may still be computing its figures
+        last: StartedStep | None = None  # the device may still compute its figures
 
         def tell_last() -> None:
             if last is not None and last.rows.is_here and not last.evaluates:
                 tell(last)
 
-        told.callback(tell_last)  # the next life of the job may go on behind it
+        told.callback(tell_last)  # the next life of the job may continue after this step
         step, why_over = first, None
         while step < config.last_step and not trainer.stopping.is_agreed and why_over is None:
             step += 1
@@ -131,8 +132,9 @@ def train(
 def build_sharded_model(config: TrainConfig, architecture: Architecture, world: World) -> nn.Module:
     """Build a model and shard it: one unit per block, root for the rest.
 
-    No worker ever has the whole model: it is made on the meta device, and a parameter or a unit at
-    a time is drawn by all workers alike, or read from files, and they keep their parts.
+    No worker ever has the whole model in memory. The model is built on the meta device. Then all
+    workers draw the same values, or read files, for one parameter or unit at a time, and each
+    worker keeps its shard.
     """
     model = build_on_meta(config, architecture)
     mesh = init_device_mesh(
@@ -163,7 +165,7 @@ def shard_model(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None
     fullshard.shard_blocks(
         model,
         mesh if config.replicas > 1 else mesh["shard"],
-        # None is the default policy: reshard blocks after forward, but not the root.
+        # None selects the default policy: reshard blocks after forward, but not the root.
         reshard_after_forward=None if config.reshard else False,
         mp_policy=policy_of(config),
         layout=_LAYOUTS[config.layout],
@@ -172,7 +174,7 @@ def shard_model(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None
 
 
 def wire_of(config: TrainConfig) -> fullshard.WirePolicy:
-    """Return how parameters and gradients travel."""
+    """Return the encoding of parameters and gradients in communication."""
     return (
         fullshard.WirePolicy() if config.wire is None else fullshard.WirePolicy.parse(config.wire)
     )
@@ -190,10 +192,10 @@ def policy_of(config: TrainConfig) -> fullshard.MixedPrecisionPolicy:
 def fill(
     model: nn.Module, config: TrainConfig, architecture: Architecture, device: torch.device
 ) -> None:
-    """Give a model on the meta device its first values, which ``config.seed`` decides.
+    """Give a model on the meta device its first values: from ``config.seed`` or ``config.init``.
 
-    What is frozen is read from ``config.init`` on resuming, too: scales of quantised weights are in
-    no checkpoint.
+    With adapters, a resumed run reads the frozen weights from ``config.init`` again, because
+    checkpoints have no scales of quantised weights.
     """
     drawn_on = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(drawn_on), torch.no_grad():
@@ -211,15 +213,15 @@ class StartedStep(NamedTuple):
     step: int
     lr: float
     seconds: float
-    """What it took the host: on a GPU until the gradients were there, so the update of weights
-    counts to the next step."""
+    """Seconds of the host. On a GPU, the host waits for the gradients only, so the update of the
+    weights counts to the next step."""
     rows: HostRows
-    """Per worker: loss, seconds waited, peak and shard bytes, gradient norm, asked to stop, what
-    the wire lost in gathers and in reductions."""
+    """Per worker: loss, seconds waited, peak and shard bytes, gradient norm, asked to stop, error
+    of the wire in gathers and in reductions."""
     skipped: int
     """Steps skipped so far, this one included."""
     repeated: int
-    """How many times steps were begun again so far."""
+    """Number of times that a step was repeated so far."""
     evaluates: bool
     """True if an evaluation follows the step."""
 
@@ -259,7 +261,7 @@ class Trainer:
         self.stopping = Stopping()
 
     def start(self, step: int) -> StartedStep:
-        """Issue one optimizer step; on a GPU the host waits for the gradients, not for more."""
+        """Issue one optimizer step; on a GPU, the host waits for the gradients only."""
         config = self.config
         started_s, waited_before_s = time.perf_counter(), waited_s(self.model)
         torch.manual_seed(_dropout_seed(config.seed, step, self.world.rank))
@@ -342,7 +344,7 @@ class Trainer:
         """Refuse models in which a sample of a row depends on the one before.
 
         Raises:
-            ConfigError: this is such a model; the same on all workers.
+            ConfigError: the model is such a model; raised on all workers.
         """
         half = min(self.config.seq // 2, 8)
         positions = torch.arange(half).repeat(2)[None]
@@ -364,9 +366,9 @@ class Trainer:
             )
 
     def save(self, step: int, *, on_disk: bool = True) -> None:
-        """Begin to write the checkpoint of ``step``, and wait for the one before.
+        """Start to write the checkpoint of ``step``, after the end of the previous save.
 
-        If it need not be ``on_disk``, it may be in memory alone.
+        If ``on_disk`` is False, the checkpoint may be in memory alone.
         """
         bits = self.evaluated[1] if self.evaluated and self.evaluated[0] == step else None
         self.saves.save(

@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 from fullshard.optim import Muon, ShardedOptimizer
 from fullshard.train.config import LrSchedule, OptimizerName, TrainConfig
 
-_DECAY = 0.2  # of all steps, the last ones of ``LrSchedule.WSD``
+_DECAY = 0.2  # share of all steps in which ``LrSchedule.WSD`` decays, at the end
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -23,7 +23,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
             lr=config.muon_peak_lr,
             adamw={**adamw, "weight_decay": config.weight_decay},
             weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",  # so that learning rates of AdamW do for matrices, too
+            adjust_lr_fn="match_rms_adamw",  # so that learning rates of AdamW suit matrices
             rule=lambda name, info: {"weight_decay": 0.0} if len(info.shape) < 2 else None,
         )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -38,7 +38,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def set_options(optimizer: Optimizer, config: TrainConfig) -> None:
-    """Give an optimizer the options of this start; a checkpoint has those of an earlier one."""
+    """Give an optimizer the options of this start, not those of the loaded checkpoint."""
     for group in optimizer.param_groups:
         if "betas" in group:
             group["betas"] = config.adam_betas
@@ -66,7 +66,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def described(config: TrainConfig) -> str:
-    """Return what the learning rate does over the steps of the run, in words."""
+    """Describe the course of the learning rate over the run, in words."""
     peak, end = f"{config.lr:g}", f"{config.lr * config.lr_floor:g}"
     warmup = _warmup(config)
     rises = f"rises to {peak} over {warmup} {'step' if warmup == 1 else 'steps'}"
@@ -93,7 +93,7 @@ def _stable_until(config: TrainConfig) -> int:
 
 
 def _left(schedule: LrSchedule, done: float) -> float:
-    """Return which part of the way from the floor to the peak is left, after a part of decay."""
+    """Return the share of peak minus floor that remains, after a share ``done`` of the decay."""
     if schedule is LrSchedule.CONSTANT:
         return 1.0
     return 0.5 * (1 + math.cos(math.pi * done)) if schedule is LrSchedule.COSINE else 1 - done

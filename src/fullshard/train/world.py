@@ -18,8 +18,8 @@ from torch import Tensor
 from fullshard.errors import ConfigError
 
 STORE = "FULLSHARD_STORE"
-"""Environment variable: where workers that our launcher started meet: a file, or ``TCP`` and the
-port of a store on loopback."""
+"""Environment variable with the store for workers of our launcher: a file, or ``TCP`` and the port
+of a store on loopback."""
 
 TCP = "tcp:"
 LOOPBACK = "127.0.0.1"
@@ -71,7 +71,7 @@ class World:
         return self.rows_later(*values).read()
 
     def rows_later(self, *values: Tensor | float) -> HostRows:
-        """Start what ``rows`` does; the host waits for the device only when it reads the table."""
+        """Start ``rows``; the host waits for the device only when it reads the table."""
         there = self.device.type != "cpu"
         known = [0.0 if isinstance(value, Tensor) else value for value in values]
         row = torch.tensor(known, dtype=torch.float64, pin_memory=there)
@@ -112,7 +112,7 @@ def is_worker() -> bool:
 
 
 def check_launched() -> None:
-    """Check that a launcher that started this process has set what a worker needs to know.
+    """Check that the launcher of this process has set the variables that a worker needs.
 
     Raises:
         ConfigError: only some of the variables are set, and the others cannot be derived.
@@ -136,10 +136,10 @@ def check_launched() -> None:
 def local_rank() -> int:
     """Return the number of this worker on its machine, and so of its GPU.
 
-    Launchers that start one worker per machine may leave ``LOCAL_RANK`` out: it is 0.
+    Launchers of one worker per machine may omit ``LOCAL_RANK``, which then counts as 0.
 
     Raises:
-        ConfigError: it is not set, and the machine has several GPUs to choose from.
+        ConfigError: ``LOCAL_RANK`` is not set, and the machine has several GPUs to choose from.
     """
     if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
         found = torch.cuda.device_count()
@@ -158,7 +158,7 @@ def num_local_workers() -> int:
 
 
 def speaks() -> bool:
-    """Return whether this worker prints refusals: rank 0, or, before init, one per machine."""
+    """Return whether this worker prints refusals: rank 0, or one per machine before init."""
     return os.environ.get("RANK" if dist.is_initialized() else "LOCAL_RANK", "0") == "0"
 
 
@@ -184,7 +184,7 @@ def join_world() -> Iterator[World]:
 
 
 class HasPrepared:
-    """True if workers of this job have prepared the run before; torchrun's store remembers it."""
+    """A mark in torchrun's store: True if workers of this job have already prepared the run."""
 
     def __init__(self, store: dist.Store | None = None) -> None:
         self._store = store
@@ -193,7 +193,7 @@ class HasPrepared:
         return self._store is not None and self._store.check([_PREPARED])
 
     def remember(self) -> None:
-        """Tell workers that torchrun starts later."""
+        """Set the mark for workers that torchrun starts later."""
         if self._store is not None:
             self._store.set(_PREPARED, "")
 
@@ -210,16 +210,17 @@ def meeting_place() -> tuple[dict[str, Any], HasPrepared]:
             store = dist.FileStore(place, size)
         return {"store": store, "rank": rank, "world_size": size}, HasPrepared()
     kept, rank, size = next(dist.rendezvous("env://"))
-    # torchrun keeps its store when it starts workers again, who would find what dead ones left.
+    # torchrun keeps its store over restarts. A prefix hides the keys of earlier workers.
     store = dist.PrefixStore(_name_of_start(kept, rank, size), kept)
     return {"store": store, "rank": rank, "world_size": size}, HasPrepared(kept)
 
 
 def _name_of_start(store: dist.Store, rank: int, size: int) -> str:
-    """Return a name that the workers which start now have in common, and earlier ones had not.
+    """Return a name that all workers of this start share, and no earlier start had.
 
-    Each has a number of its own, and the first tells the list of numbers until all have found
-    theirs in it. Counts of restarts would not do: torchrun's agents count for themselves.
+    Each worker draws a random number. The first worker publishes the list of all numbers, until
+    each worker has found its own number in the list. Counts of restarts cannot serve as a name,
+    because each agent of torchrun counts on its own.
     """
     own = secrets.token_hex(8)
     store.set(f"fullshard/own/{rank}", own)

@@ -1,4 +1,4 @@
-"""Chats in the tokens of a model: written by its tokenizer's template, answers marked."""
+"""Chats as tokens of a model, by the chat template of its tokenizer, with answers marked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sample(NamedTuple):
 
     Attributes:
         tokens: the tokens.
-        learned: for each, whether it belongs to an answer.
+        learned: for each token, whether it belongs to an answer.
         nbytes: size of the answers in bytes of UTF-8, without special tokens such as end marks.
     """
 
@@ -52,22 +52,22 @@ class ChatTokenizer:
             )
 
     def samples(self, document: Document) -> Iterator[Sample]:
-        """Yield what is to be read of a chat: the whole of it, or one sample for each answer.
+        """Yield the samples of a chat: one for the whole chat, or one for each answer.
 
-        Several are made if the template writes an answer otherwise as soon as more follows, as
-        those do that leave out earlier reasoning. Answers whose ``weight`` is 0 are not learned,
-        nor is a first message of the assistant, unless the template itself marks it.
+        A chat gives several samples if its template renders an answer differently once more
+        messages follow, for example without its reasoning. Answers whose ``weight`` is 0 are not
+        learned. A first message of the assistant is learned only if the template marks it.
 
         Raises:
-            ConfigError: the chat has no answer to learn, the template refuses it, or where answers
-                begin cannot be told.
+            ConfigError: the chat has no answer to learn, the template refuses the chat, or the
+                start of an answer is unknown.
         """
         chat = json.loads(document.text)
         try:
             yield from self._samples(chat["messages"], chat.get("tools"))
         except ConfigError as error:
             raise ConfigError(f"--data: {document.name} {error}") from error
-        except Exception as error:  # jinja2's, or any of those that templates lead to
+        except Exception as error:  # jinja2's, or any that template code raises
             reason = textwrap.shorten(str(error) or repr(error), width=300)
             raise ConfigError(
                 f"--data: {document.name}: the chat template cannot write it ({reason})"
@@ -108,13 +108,13 @@ class ChatTokenizer:
 
     def _bounds(self, span: _Span) -> tuple[int, int]:
         """Return where an answer begins and ends in its text."""
-        # Behind the end of an answer, many templates write a line break that nobody answers.
+        # Many templates write a line break after an answer. The answer does not include it.
         end = self._tokenizer.source.eos_token
         last = span.text.rfind(end, span.start)
         return span.start, len(span.text) if last < 0 else last + len(end)
 
     def _sample(self, text: str, bounds: Sequence[tuple[int, int]]) -> Sample:
-        """Return a text whose tokens are learned where they overlap with ``bounds``."""
+        """Return the sample of a text, whose tokens are learned if they overlap ``bounds``."""
         encoded = self._tokenizer.plain.encode(text, add_special_tokens=False)
         learned = [
             any(start < until and begin < stop for begin, until in bounds)
@@ -135,7 +135,7 @@ class ChatTokenizer:
 
 
 class _Span(NamedTuple):
-    """A chat as far as an answer, as text, and where in it the answer begins."""
+    """The text of a chat up to the end of an answer, and the start of the answer in the text."""
 
     text: str
     start: int
@@ -155,14 +155,14 @@ class _Writer:
         return _ANSWERS.search(self._template) is not None
 
     def __call__(self, messages: Sequence[Any], *, ask: bool = False) -> str:
-        """Return messages as text, followed by the beginning of an answer if ``ask``."""
+        """Return messages as text, followed by the generation prompt if ``ask``."""
         text: str = self._tokenizer.apply_chat_template(
             messages, tools=self._tools, tokenize=False, add_generation_prompt=ask
         )
         return _valid(text)
 
     def marked(self, messages: Sequence[Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Return messages as text, and where the answers that the template marks are in it."""
+        """Return messages as text, and the bounds of the answers that the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # ``apply_chat_template`` gives marks of tokens, which are wrong where it finds no token.
@@ -186,9 +186,9 @@ class _Writer:
         return text, list(marks)
 
     def once_encoded(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """Return messages whose arguments of tools are objects if the template encodes them.
+        """Return messages with arguments of tools as objects, if the template encodes arguments.
 
-        Many files have them as JSON already, which such a template would encode again.
+        Many files have arguments as JSON text, which such a template would encode again.
         """
         functions = list(_functions(messages))
         given = [one["arguments"] for one in functions if isinstance(one.get("arguments"), str)]
@@ -200,7 +200,7 @@ class _Writer:
         decoded = copy.deepcopy(list(messages))
         for one in _functions(decoded):
             if isinstance(one.get("arguments"), str):
-                with suppress(ValueError):  # it is no JSON, but text
+                with suppress(ValueError):  # plain text, not JSON
                     one["arguments"] = json.loads(one["arguments"])
         return decoded
 
@@ -223,7 +223,7 @@ def _span(write: _Writer, messages: Sequence[Any], answer: int) -> _Span:
     """Return the chat as far as the message ``answer``.
 
     Raises:
-        ConfigError: the question is not the beginning of it.
+        ConfigError: the text of the chat does not begin with the text of the question.
     """
     text, question = write(messages[: answer + 1]), write(messages[:answer], ask=True)
     if not text.startswith(question):

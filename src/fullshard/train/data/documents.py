@@ -1,4 +1,4 @@
-"""Reading of ``--data`` (text, JSON, JSONL, parquet, compressed or not) into named documents."""
+"""Read ``--data`` (text, JSON, JSONL, parquet, compressed or not) into named documents."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def is_compressed(path: Path) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return what a file holds, without compression.
+    """Return the contents of a file, decompressed.
 
     Raises:
-        ConfigError: it cannot be read, or needs a package that is not installed.
+        ConfigError: the file cannot be read, or needs a package that is not installed.
     """
     decompress = _DECOMPRESS.get(path.suffix, bytes)
     try:
@@ -37,7 +37,7 @@ def read_bytes(path: Path) -> bytes:
             f"--data {path} needs zstandard: pip install -e '.[zstd]' in a clone of fullshard, or "
             "Python 3.14"
         ) from error
-    except Exception as error:  # each of the modules has its own
+    except Exception as error:  # each module raises its own class
         raise ConfigError(f"--data {path}: cannot be read ({error})") from error
 
 
@@ -70,7 +70,7 @@ HELD_OUT_OF_256 = 16  # one document in sixteen
 # Fields of a JSONL record, columns of a parquet file.
 _TEXT, _CHAT, _TOOLS = "text", "messages", "tools"
 _BOTH = f'--data {{}}: has both "{_TEXT}" and "{_CHAT}"; leave out the one not to be learned'
-_NUM_TOLD = 3  # bad records that messages name
+_NUM_TOLD = 3  # number of bad records that messages name
 _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")  # of files, not one compressed file
 
 
@@ -79,8 +79,8 @@ class Document:
     """A text or a chat.
 
     Attributes:
-        name: its file, relative to the given folder, and any record number.
-        text: the text; of a chat, its messages and tools as JSON.
+        name: path of the file, relative to the given folder, and the number of a record.
+        text: the text, or the messages and tools of a chat as JSON.
         is_chat: whether it is a chat.
     """
 
@@ -105,7 +105,7 @@ class BadRecords:
 
     Attributes:
         count: their number.
-        first: why, for the first of them, each with its place.
+        first: place and reason of the first of them.
     """
 
     count: int = 0
@@ -140,7 +140,7 @@ class Corpus(NamedTuple):
 
     Attributes:
         documents: sorted by name; only texts, or only chats.
-        left_out: visible files that were not read, by kinds, each with the reason.
+        left_out: visible files that were not read, by extension and reason.
         bad: records that were left out.
     """
 
@@ -152,22 +152,22 @@ class Corpus(NamedTuple):
 def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
     """Return the texts to train on.
 
-    A file of records (``*.jsonl``, ``*.parquet``, ``*.json`` with an array or one record) gives a
-    document for each: its field or column ``text``, or ``messages``, a chat, with its ``tools`` if
-    there are any. Any other file of UTF-8 is one text. Files may be compressed (``*.gz``,
-    ``*.bz2``, ``*.xz``, ``*.zst``). Of a folder, hidden files are never read. In a folder with
-    records, as on the Hugging Face Hub, README, LICENSE and similar files are left out. If names of
-    files or folders give splits and one is ``train``, the other splits are left out.
+    A file of records is ``*.jsonl``, ``*.parquet``, or ``*.json`` with an array or one record. Each
+    record gives a document: the field or column ``text``, or a chat in ``messages``, with optional
+    ``tools``. Any other file of UTF-8 is one text. Files may be compressed (``*.gz``, ``*.bz2``,
+    ``*.xz``, ``*.zst``). Hidden files in a folder are never read. In a folder with records, as on
+    the Hugging Face Hub, README, LICENSE and similar files are left out. If names of files or
+    folders give splits and one is ``train``, the other splits are left out.
 
     Args:
         data: a file or a folder. ``None`` reads the ``*.py`` of Python's standard library, without
             tests and tables.
-        skip_bad: whether to leave out bad records: those that are no JSON of UTF-8, or have neither
-            ``text`` nor ``messages``, or both.
+        skip_bad: whether to leave out bad records: records that are not JSON in UTF-8, or have
+            both ``text`` and ``messages``, or neither.
 
     Raises:
-        ConfigError: the path is missing or holds no text, there are bad records, or texts beside
-            chats, or a file cannot be read.
+        ConfigError: the path is missing or holds no text, a file cannot be read, there are bad
+            records, or the documents mix texts and chats.
     """
     root, files = find(data)
     folder = root.parent if root.is_file() else root
@@ -210,7 +210,7 @@ def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
 
 
 def find(data: str | None) -> tuple[Path, list[Path]]:
-    """Return the file or folder that ``data`` stands for, see ``collect``, and its visible files.
+    """Return the file or folder of ``data``, see ``collect``, and its visible files.
 
     Raises:
         ConfigError: there is no such file or folder.
@@ -227,7 +227,7 @@ def find(data: str | None) -> tuple[Path, list[Path]]:
 
 
 def _told(left_out: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what was left out, in a text for each extension and reason."""
+    """Return one text for each extension and reason of files that were left out."""
     kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, why in left_out.items():
         kinds[Path(name).suffix, why].append(name)
@@ -242,9 +242,9 @@ def _told(left_out: Mapping[str, str]) -> tuple[str, ...]:
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
     """Return the documents to train on and those held out.
 
-    If choosing by name holds out much more or less than a sixteenth, as with few documents or one
-    large document, the last sixteenth of every text is held out instead, or of chats the sixteenth
-    with the smallest hashes.
+    Names decide which documents are held out. With few documents, or one large document, this may
+    hold out much more or less than a sixteenth. Then the last sixteenth of every text is held out
+    instead, or the sixteenth of the chats with the smallest hashes.
     """
     train = [document for document in documents if not document.is_held_out]
     held_out = [document for document in documents if document.is_held_out]
@@ -268,7 +268,7 @@ def _size(documents: Sequence[Document]) -> int:
 
 
 Records = Iterator[tuple[int, Mapping[str, Any] | ConfigError]]
-"""Numbers of records in their file, and the records, or why they are bad."""
+"""Numbers of records in their file, each with the record, or the error of a bad record."""
 
 _ABOUT = re.compile(r"README|LICENSE|dataset_infos?\.json$|dataset_dict\.json$|state\.json$")
 _SPLIT = re.compile(r"(?:^|[-._/ ])(train|test|validation|valid|val|dev|eval)(?=$|[-._/ 0-9])")
@@ -281,7 +281,7 @@ def _split_of(name: str) -> str:
 
 
 def _records(path: Path) -> Records | None:
-    """Return the records of a file, or None if it is no file of records."""
+    """Return the records of a file; None if the file has no records."""
     kind = path.with_suffix("").suffix if is_compressed(path) else path.suffix
     if kind == ".jsonl":
         return _read_jsonl(path)
@@ -352,7 +352,7 @@ def _read_json(path: Path) -> Records | None:
 
 
 def _record(record: Any, where: str) -> Mapping[str, Any] | ConfigError:
-    """Return a record with a text or a chat; an error if it has neither, or both."""
+    """Return a record with a text or a chat, or an error if the record has both or neither."""
     known = record if isinstance(record, dict) else {}
     is_text = isinstance(known.get(_TEXT), str)
     if is_text and _CHAT in known:
@@ -378,7 +378,7 @@ def _is_chat(record: Mapping[str, Any]) -> bool:
 
 
 def _read_parquet(path: Path) -> Records:
-    """Yield row numbers and records; a null becomes an empty text, or is left out of a chat."""
+    """Yield row numbers and records; a null text becomes empty, null fields of chats vanish."""
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -418,7 +418,7 @@ def _read_parquet(path: Path) -> Records:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return JSON values without fields that are null: parquet gives all rows the same fields."""
+    """Return JSON values without null fields, because parquet gives all rows the same fields."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -23,9 +23,9 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens: ``[B, T]``.
-        labels: the token after each, ``[B, T]``; ``IGNORED`` where nothing is to be learned.
-        positions: of each token in its sample, ``[B, T]``, by which models keep the samples of a
-            row apart; None if a row is one sample.
+        labels: the token after each token, ``[B, T]``; ``IGNORED`` if it is not learned.
+        positions: position of each token in its sample, ``[B, T]``, which separates the samples
+            of a row; None if a row is one sample.
     """
 
     tokens: Indices
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
 
 class Rows(Protocol):
-    """Rows to read by their numbers; its length is their number."""
+    """Numbered rows; the length is the number of rows."""
 
     def __len__(self) -> int: ...
 
@@ -75,13 +75,13 @@ class Packed:
     """Samples side by side in rows of ``seq`` tokens, each whole unless it is longer than a row.
 
     Attributes:
-        tokens: of all samples, one after the other.
-        starts: of each sample in ``tokens``, and the end of the last.
+        tokens: tokens of all samples, one after the other.
+        starts: start of each sample in ``tokens``, and the end of the last.
         learned: for each of ``tokens``, whether it is to be learned.
-        seq: tokens of a row.
-        padding: the token behind the last sample of a row.
-        alone: whether a row has one sample, for models that take no positions; padding behind it
-            cannot change what a causal model reads.
+        seq: number of tokens in a row.
+        padding: the token after the last sample of a row.
+        alone: whether a row has only one sample, for models without positions. A causal model
+            does not see the padding after the sample.
     """
 
     tokens: Tokens
@@ -96,7 +96,7 @@ class Packed:
 
     @property
     def num_cut(self) -> int:
-        """Number of samples whose end does not fit into a row."""
+        """Number of samples that are cut because they are longer than a row."""
         return int((np.diff(self.starts) > self.seq + 1).sum())
 
     def read(self, rows: Indices) -> Batch:
@@ -134,7 +134,7 @@ class Packed:
         firsts = self.starts[some] + 1
         bounds = np.stack([firsts, firsts + self._sizes[some]], axis=1).ravel()
         if len(bounds):
-            # reduceat sums from each bound to the next: every second sum is that of a sample.
+            # reduceat sums from each bound to the next; every second sum belongs to a sample.
             bounds = bounds[:-1] if bounds[-1] == len(self.learned) else bounds
             found[some] = np.add.reduceat(self.learned, bounds, dtype=np.int64)[::2]
         return found
@@ -157,14 +157,14 @@ def pack(sizes: list[int], capacity: int) -> list[list[int]]:
     """Put pieces into rows of ``capacity``: the largest first, each where the least space is left.
 
     Args:
-        sizes: of the pieces, from 1 to ``capacity``.
-        capacity: of a row.
+        sizes: sizes of the pieces, from 1 to ``capacity``.
+        capacity: size of a row.
 
     Returns:
         The indices of the pieces in each row.
     """
     rows: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}  # rows by the space that is left in them
+    by_space: dict[int, list[int]] = {}  # rows by their free space
     spaces: list[int] = []  # keys of ``by_space``, sorted
     for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
         size = sizes[piece]

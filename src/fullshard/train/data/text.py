@@ -1,11 +1,10 @@
 """Real text as tokens, in an order that depends only on the step number.
 
-    documents --byte-level BPE--> tokens --Order--> rows of a step
+Documents become tokens by a byte-level BPE, and tokens become rows of a step by ``RowOrder``.
 
-Documents are sorted, held-out documents are chosen by a hash of their names, and tokens are cached
+Documents are sorted, and a hash of their names chooses the held-out documents. Tokens are cached
 under a hash of everything that they depend on, so every worker and every restart reads the same
-arrays. The tokenizer is trained on the text, or is that of the model whose weights the run begins
-with.
+arrays. The tokenizer is trained on the text, or belongs to the weights with which the run begins.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from fullshard.train.data.tokenizing import END, fill_cache
 LEAST_TOKENS = 257  # one per byte value, and END
 MOST_TOKENS = 1 << 15  # only unusually large texts fill more; ids are uint16
 _FORMAT = 6  # part of the cache key: raise it whenever the content of the cache changes
-_UNSURE_NS = 2_000_000_000  # a file that was changed so short before may change unnoticed
+_UNSURE_NS = 2_000_000_000  # a file changed more recently may change again unnoticed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +45,12 @@ class TextPart:
     """The tokens of the text to train on, or of the held-out text.
 
     Attributes:
-        tokens: of all documents, one after the other.
-        end: id of the mark before every text and behind the last sample of a row.
-        starts: where each sample of a chat begins in ``tokens``, and the end; None for texts.
-        learned: for each of ``tokens``, whether it is to be learned; None for texts, where all are.
-        nbytes: size of what is to be learned, in bytes.
-        alone: whether a row has one sample, see ``Packed``.
+        tokens: tokens of all documents, one after the other.
+        end: id of the mark before every text and after the last sample of a row.
+        starts: start of each sample of chats in ``tokens``, and the end; None for texts.
+        learned: for each of ``tokens``, whether it is to be learned; None for texts: all are.
+        nbytes: size of the learned text in bytes.
+        alone: whether a row has only one sample, see ``Packed``.
     """
 
     tokens: Tokens
@@ -89,15 +88,15 @@ class TokenizedText:
     bad: BadRecords = field(default_factory=BadRecords)
 
     def question(self) -> list[int]:
-        """Return the tokens of the first held-out chat up to its first answer; [] of texts."""
+        """Return the tokens of the first held-out chat up to its first answer; [] for texts."""
         tokens, learned = self.held_out.tokens, self.held_out.learned
         return [] if learned is None else tokens[: int(np.argmax(learned))].tolist()
 
     def bytes_per_token(self) -> npt.NDArray[np.float64]:
         """Return the number of text bytes of each token id (0 for ``END``), ``[vocab]``.
 
-        For a tokenizer that was not trained here it is the mean over what is learned of the
-        held-out text.
+        For a pretrained tokenizer, all ids get the mean over the learned tokens of the held-out
+        text.
         """
         vocabulary = self.tokenizer.get_vocab()
         counts = np.zeros(max(vocabulary.values()) + 1)
@@ -158,7 +157,7 @@ class Feed:
         return cls(rows, order)
 
     def read(self, *, step: int, rank: int) -> list[Tensor]:
-        """Return what ``rank`` reads in ``step``, one microbatch after the other."""
+        """Return the tensors that ``rank`` reads in ``step``, one microbatch after the other."""
         order = self.order
         rows = [
             order.rows(step=step, microbatch=microbatch, rank=rank)
@@ -167,7 +166,7 @@ class Feed:
         return self.rows.read(np.concatenate(rows)).tensors()
 
     def num_learned(self, step: int) -> int:
-        """Return how many labels all workers learn in ``step``."""
+        """Return the number of labels that all workers learn in ``step``."""
         return self.rows.num_learned(self.order.rows_of_step(step))
 
 
@@ -182,10 +181,10 @@ def load_text(
 
     Args:
         data: see ``collect``.
-        vocab_size: of the model.
+        vocab_size: vocabulary size of the model.
         pretrained: a folder with the tokenizer to use; None: train one.
-        skip_bad: whether to leave out bad records, of ``collect`` and chats without an answer that
-            can be learned.
+        skip_bad: whether to leave out bad records: those of ``collect``, and chats without an
+            answer to learn.
 
     Raises:
         ConfigError: see ``collect``; or there are bad records, or the tokenizer is missing, does
@@ -217,10 +216,10 @@ def load_text(
 def _known(
     data: str | None, vocab_size: int, given: PretrainedTokenizer | None, *, skip_bad: bool
 ) -> dict[str, Any]:
-    """Return facts of the text, whose tokens are then in the cache.
+    """Return the facts of the text, and ensure that its tokens are in the cache.
 
-    One process of a machine reads the text and tokenizes it, if its files have locks; the others
-    wait, and find the facts by the sizes and times of the files. So does every later start.
+    One process of a machine reads and tokenizes the text, if the file system has locks. The other
+    processes wait, and find the facts by sizes and times of the files, as every later start does.
     """
     of_model = hashlib.sha256(json.dumps([_FORMAT, vocab_size]).encode())
     if given is not None:
@@ -258,9 +257,9 @@ def _known(
 
 
 def _seen(data: str | None, of_model: str, *, sure: bool = False) -> Path | None:
-    """Return where facts of the text are kept, by names, sizes and times of all of its files.
+    """Return the path of the text's facts, by names, sizes and times of all its files.
 
-    None if they are to be ``sure`` and a file was changed too recently.
+    With ``sure``, return None if a file was changed too recently.
     """
     root, files = find(data)
     digest = hashlib.sha256(f"{of_model} {root.absolute()}".encode())
@@ -300,7 +299,7 @@ def _read_part(folder: Path, name: str, facts: dict[str, Any]) -> TextPart:
 
 
 def _key(documents: Sequence[Document], vocab_size: int, given: PretrainedTokenizer | None) -> str:
-    """Return a digest of everything that decides the tokens, but for the date of a template."""
+    """Return a digest of everything that decides the tokens, except a date in a template."""
     is_chat = documents[0].is_chat
     version = importlib.metadata.version("tokenizers")
     digest = hashlib.sha256(json.dumps([_FORMAT, version, vocab_size, is_chat]).encode())

@@ -20,14 +20,14 @@ class PretrainedTokenizer:
 
     Attributes:
         folder: the folder.
-        source: what ``AutoTokenizer`` makes of it.
+        source: the tokenizer that ``AutoTokenizer`` loads from the folder.
         plain: the same tokens from the library ``tokenizers``: never cut or padded, and each
-            token's offsets include the spaces that belong to it.
+            token's offsets include its spaces.
         end: id of the token that ends texts.
 
     Raises:
-        ConfigError: transformers is not installed, the tokenizer cannot be read, or it has no token
-            that ends texts.
+        ConfigError: transformers is not installed, the tokenizer cannot be read, or the tokenizer
+            has no token that ends texts.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +55,7 @@ class PretrainedTokenizer:
             )
 
     def check_size(self, vocab_size: int) -> None:
-        """Raise ``ConfigError`` if the model has fewer rows than this has tokens."""
+        """Raise ``ConfigError`` if the tokenizer has more tokens than the model has rows."""
         size = max(self.plain.get_vocab().values()) + 1
         if size > vocab_size:
             raise ConfigError(
@@ -73,7 +73,7 @@ class PretrainedTokenizer:
 
 def _read(folder: Path) -> Any:
     try:
-        import jinja2  # noqa: F401 - transformers asks for it late, in words of its own
+        import jinja2  # noqa: F401 - transformers would fail later, with a message of its own
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError(
@@ -92,7 +92,7 @@ def _plain(folder: Path, source: Any) -> Tokenizer:
     if not getattr(source, "is_fast", False):
         raise ConfigError(f"--init {folder}: there is no tokenizer.json, which the text needs")
     facts = json.loads(source.backend_tokenizer.to_str())
-    # A tokenizer.json keeps what an earlier call asked for.
+    # A tokenizer.json keeps the truncation and padding of earlier calls.
     facts |= {"truncation": None, "padding": None}
     _keep_offsets(facts)
     plain = Tokenizer.from_str(json.dumps(facts))

@@ -1,4 +1,4 @@
-"""Tokens of documents, in files of the cache; what is done survives the end of the process."""
+"""Tokens of documents, in files of the cache; finished groups survive a killed process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fullshard.train.data.tokenizer import PretrainedTokenizer
 
 END = "<|end|>"  # end mark between documents; its id is 0
 _TELL_S = 5.0  # seconds between two lines about progress
-_AT_ONCE = 1024  # documents encoded together: few, as ids in Python lists are large
+_AT_ONCE = 1024  # documents encoded together; few, because ids in Python lists take much memory
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -55,8 +55,8 @@ def fill_cache(
 ) -> None:
     """Write the tokens beside ``folder``, then rename: ``folder`` is complete or absent.
 
-    Groups of documents are written one by one. A process that is killed leaves them, and the next
-    call goes on behind them.
+    Groups of documents are written one by one. After a killed process, the next call continues
+    with the first group without a file.
     """
     unfinished = folder.with_suffix(".unfinished")
     groups = unfinished / "groups"
@@ -84,7 +84,7 @@ def fill_cache(
         shutil.rmtree(groups)
         unfinished.rename(folder)
     except OSError:
-        if not folder.exists():  # otherwise another process was faster, with the same tokens
+        if not folder.exists():  # else another process has written the same tokens
             shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full
             raise
 
@@ -92,7 +92,7 @@ def fill_cache(
 def _tokenizer(
     folder: Path, train: Sequence[Document], vocab_size: int, given: PretrainedTokenizer | None
 ) -> tuple[Tokenizer, int]:
-    """Return the tokenizer and its end mark; one that is trained is kept in ``folder``."""
+    """Return the tokenizer and its end mark; store a trained tokenizer in ``folder``."""
     if given is not None:
         return given.plain, given.end
     kept = folder / "groups" / "tokenizer.json"
@@ -110,7 +110,7 @@ def _groups(
     make: Callable[[Sequence[Document]], Arrays],
     tell: Callable[[Sequence[Document]], None],
 ) -> Iterator[Arrays]:
-    """Yield the arrays of groups of documents, made or as an earlier process left them."""
+    """Yield the arrays of groups of documents, new or written by an earlier process."""
     for number, first in enumerate(range(0, len(documents), _AT_ONCE)):
         group = documents[first : first + _AT_ONCE]
         path = start.with_name(f"{start.name}-{number:06d}.npz")
@@ -123,7 +123,7 @@ def _groups(
 
 
 def _appear(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` with another path, whose file becomes ``path`` when it is complete."""
+    """Call ``write`` with a temporary path, and rename the complete file to ``path``."""
     unfinished = path.with_name(f"{os.getpid()}-{path.name}")
     write(unfinished)
     unfinished.replace(path)
@@ -163,12 +163,12 @@ def _of_chats(
 
 
 def _beside(nbytes: int, bad: BadRecords) -> Arrays:
-    """Return the size of what is to be learned in bytes, and bad records, as arrays."""
+    """Return the size of the learned text in bytes, and bad records, as arrays."""
     return {"nbytes": np.array(nbytes), "bad": np.array(json.dumps(asdict(bad)))}
 
 
 def _write(folder: Path, name: str, groups: Sequence[Arrays]) -> None:
-    """Write the arrays of all groups: tokens; of chats also what is learned, and starts."""
+    """Write the arrays of all groups: tokens, and for chats also learned marks and starts."""
     joined = {key: np.concatenate([one[key] for one in groups]) for key in groups[0]}
     np.save(folder / f"{name}.npy", joined["tokens"])
     if "learned" in joined:
@@ -179,9 +179,9 @@ def _write(folder: Path, name: str, groups: Sequence[Arrays]) -> None:
 
 @contextmanager
 def _progress(documents: Sequence[Document]) -> Iterator[Callable[[Sequence[Document]], None]]:
-    """Give a function to call with documents that are done, which shows how far it is.
+    """Yield a function that takes finished documents and shows the progress.
 
-    On a terminal there is a bar, after a second; elsewhere a line every few seconds.
+    On a terminal, a bar appears after a second; elsewhere, a line appears every few seconds.
     """
     began_s = told_s = time.monotonic()
     size = sum(len(document.text) for document in documents)

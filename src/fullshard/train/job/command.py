@@ -39,11 +39,11 @@ def train_command(context: typer.Context, **given: Any) -> int:
 def resolve(context: typer.Context) -> TrainConfig:
     """Return the configuration that the options ask for; options override ``--config``.
 
-    With ``--resume``, options that are not given keep the values of the resumed run, except for
-    ``stop_after``, which is never taken over.
+    With ``--resume``, missing options keep the values of the resumed run, except for
+    ``stop_after``, which is never kept.
 
     Raises:
-        ConfigError: a value cannot work, or there is no run to resume.
+        ConfigError: a value is invalid, or there is no run to resume.
     """
     given = {key: value for key, value in context.params.items() if _is_given(context, key)}
     file = given.pop("config_file", None)
@@ -91,12 +91,12 @@ def resolve(context: typer.Context) -> TrainConfig:
     return dataclasses.replace(base, **asked, out=folder)
 
 
-# 0 switches off what a resumed run had.
+# For these options, 0 switches off the value of a resumed run.
 _ZERO_IS_OFF = ("keep", "patience", "memory_every", "min_workers")
 
 
 def _kinds() -> dict[str, Any]:
-    """Return names and types of options for a file: all of the command but ``--config``."""
+    """Return names and types of the options in a file: all options but ``--config``."""
     kinds = {name: option.kind for name, option in options().items() if name != "config_file"}
     return kinds | {"sample": int | str}
 

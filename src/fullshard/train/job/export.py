@@ -28,7 +28,7 @@ _BESIDE_WEIGHTS = (
     "generation_config.json",
     "*processor_config.json",
 )
-"""Files of ``--init`` that belong to the exported model too: how to read, answer and sample."""
+"""Files of ``--init`` that the exported model needs too: tokenizer, templates, generation."""
 
 _DTYPES = {
     SaveDtype.FP32: torch.float32,
@@ -40,11 +40,10 @@ _DTYPES = {
 def export(
     model: nn.Module, config: TrainConfig, tokenizer: Tokenizer, world: World, folder: Path
 ) -> None:
-    """Write the model, or its adapters alone, with what ``--init`` has beside its weights.
+    """Write the model, or its adapters alone, with tokenizer and similar files of ``--init``.
 
-    All workers call it.
-
-    With ``config.merge`` the model has its adapters merged into its weights afterwards.
+    All workers must call this. With ``config.merge``, the adapters are merged into the weights of
+    ``model`` itself.
     """
     dtype = None if config.save_dtype is None else _DTYPES[config.save_dtype]
     if config.lora is not None and not config.merge:

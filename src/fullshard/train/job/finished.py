@@ -1,4 +1,4 @@
-"""The model of a run, loaded from a checkpoint in one process, to export it or to try it."""
+"""The model of a run, loaded from a checkpoint in one process, for export or generation."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class FinishedRun:
         if not run.config.exists():
             raise ConfigError(f"{folder} holds no run of fullshard train: there is no config.json")
         config = TrainConfig.load(run.config)
-        return cls(run, replace(config, out=str(folder), resume=True))  # nothing is drawn anew
+        return cls(run, replace(config, out=str(folder), resume=True))  # draws no weights
 
     def checkpoint(self, *, step: int | None = None, best: bool = False) -> Path:
         """Return a complete checkpoint: of ``step``, or the best, or else the newest.
 
         Raises:
-            ConfigError: there is none, or both were asked for.
+            ConfigError: there is no such checkpoint, or both ``step`` and ``best`` are given.
         """
         if best and step is not None:
             raise ConfigError("--step with --best: give one of them")
@@ -115,7 +115,7 @@ class FinishedRun:
         """Return the whole model of a checkpoint, on ``device``.
 
         Raises:
-            ConfigError: the model that ``--model`` names is another one by now.
+            ConfigError: ``--model`` has changed since the checkpoint.
             CheckpointError: the checkpoint is damaged.
         """
         config = self.config
@@ -138,11 +138,11 @@ class FinishedRun:
         return model.eval()
 
     def _tokenizer(self) -> tuple[Tokenizer, int]:
-        """Return the tokenizer, and the token that stands before and after texts."""
+        """Return the tokenizer, and the token that marks the start and the end of texts."""
         if self.config.init is not None:
             given = PretrainedTokenizer(Path(self.config.init))
             return given.plain, given.end
-        if not self.run.tokenizer.exists():  # a run of an earlier version: its text decides
+        if not self.run.tokenizer.exists():  # an earlier version wrote no tokenizer: load the text
             text = load_text_for(choose_architecture(self.config), self.config)
             return text.tokenizer, text.end
         try:
@@ -156,7 +156,7 @@ class FinishedRun:
 
 
 def _decoded_after(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> str:
-    """Return the text of ``tokens`` behind ``before``, with the space that may be between them."""
+    """Return the text of ``tokens`` after ``before``, with any space between the two."""
     whole: str = tokenizer.decode([*before, *tokens], skip_special_tokens=False)
     start: str = tokenizer.decode(before, skip_special_tokens=False)
     if whole.startswith(start):

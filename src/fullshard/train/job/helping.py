@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 class GroupedCommand(TyperCommand):
     """A command whose help has a section for each ``rich_help_panel`` of its options.
 
-    Rich cuts long options at 80 columns, so apps that have such commands do without it.
+    Rich cuts long options at 80 columns, so apps with such commands disable rich.
     """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -28,7 +28,7 @@ class GroupedCommand(TyperCommand):
 
 
 class GroupedCommands(TyperGroup):
-    """A command of several, each with the whole first sentence of its help."""
+    """A group of commands, listed with the whole first sentence of each help."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands to ``formatter``."""

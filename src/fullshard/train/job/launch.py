@@ -37,7 +37,7 @@ def launch(config: TrainConfig) -> int:
     """Train with ``config.nproc`` local workers and return the exit code.
 
     Raises:
-        ConfigError: something cannot work; raised before any worker starts.
+        ConfigError: an option cannot work; raised before any worker starts.
     """
     check_gpus(config.nproc)
     with prepare(config, num_workers=config.nproc):
@@ -78,10 +78,10 @@ def _start_workers(config: TrainConfig, path: Path) -> None:
 
 @contextmanager
 def _shared_folder(nproc: int) -> Iterator[str]:
-    """Make a folder for what ``nproc`` workers of this machine share, and share the cores.
+    """Yield a folder that ``nproc`` workers of this machine share, and divide the cores.
 
-    Stores unpickle their content, and PyTorch's TCP stores listen to the network. As all workers
-    are on this machine, rendezvous uses files of this user, and gloo and NCCL only loopback.
+    Stores unpickle their content, and PyTorch's TCP stores listen to the network. All workers are
+    on this machine, so rendezvous uses files of this user, and gloo and NCCL use loopback only.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // nproc)))
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
@@ -94,9 +94,9 @@ def _shared_folder(nproc: int) -> Iterator[str]:
 
 @contextmanager
 def _kept_store() -> Iterator[None]:
-    """Keep the store of workers that may be killed in this process; it listens on loopback.
+    """Run a TCP store on loopback in this process, for workers that may be killed.
 
-    A worker that is killed while it writes to a file leaves half a record, and hangs all others.
+    In a file store, a worker killed during a write leaves half a record, which hangs all others.
     """
     with socket.socket() as listening:
         listening.bind((LOOPBACK, 0))
@@ -167,7 +167,7 @@ def _failed_at(failure: ProcessFailure) -> int:
 
 
 def _details(failure: ProcessFailure) -> dict[str, Any]:
-    """Return the record that ``worker`` made of its error; empty if it made none."""
+    """Return the error record of the failed worker; empty if the worker wrote none."""
     message: Any = failure.message  # declared str, but a dict if the worker recorded one
     return message["extraInfo"] if isinstance(message, dict) else {}
 

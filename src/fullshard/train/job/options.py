@@ -15,14 +15,14 @@ import typer
 from fullshard.errors import ConfigError
 from fullshard.train.config import Option, TrainConfig, choices_of
 
-# The options that are no attributes of a run: a file with more options, and where the run lies.
+# The options that are no attributes of a run: a file with more options, and the run's folder.
 _OTHERS = {
     "config_file": Option(
         "Options from a file; those given here win.", "Run", "FILE.toml", str | None, None
     ),
     "name": Option("The run lies in runs/NAME.", "Run", None, str, "default"),
 }
-_FLAGS = {"config_file": ("--config",), "resume": ("--resume",)}  # else by the name
+_FLAGS = {"config_file": ("--config",), "resume": ("--resume",)}  # else derived from the name
 
 
 def options() -> dict[str, Option]:

@@ -1,4 +1,4 @@
-"""The plan of a run: what its steps will take, by the model, options and loss of the run itself."""
+"""The plan of a run, from the model, options and loss of the run itself."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a run of ``num_workers``; other options are those of ``fullshard.plan``.
 
-    With ``budget_nbytes``, layout, copies and resharding are chosen, whatever ``config`` says.
+    With ``budget_nbytes``, the plan chooses layout, copies and resharding, not ``config``.
 
     Raises:
         ConfigError: the model cannot be built, or an option does not fit.
-        UnsupportedError: the model computes by values, see ``fullshard.plan``.
+        UnsupportedError: the model reads values of tensors, see ``fullshard.plan``.
     """
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -61,14 +61,14 @@ def plan_of(
 def tell_plan(
     config: TrainConfig, architecture: Architecture, *, num_workers: int, path: Path, after: int
 ) -> None:
-    """Print one line of what a worker's steps will take, and write the plan to ``path``.
+    """Print one line with memory and time of a worker's steps, and write the plan to ``path``.
 
-    The plan is of the steps behind step ``after``; earlier ones may have had other workers. A
-    model that cannot be run dry is trained all the same, and the line says why there is no plan.
+    The plan covers the steps after step ``after``, because earlier steps may have had another
+    number of workers. A model that cannot be planned is trained too, and the line gives the reason.
     """
     path.unlink(missing_ok=True)
     if config.quantize is not None:
-        return  # weights of four bits are made of values
+        return  # quantising reads values of weights
     try:
         found = plan_of(
             config, architecture, num_workers=num_workers, hardware=config.hardware or "cpu"
@@ -92,7 +92,7 @@ def tell_plan(
 def drift(path: Path, metrics: Path, *, on_device: bool) -> str | None:
     """Return how the steps of this start differed from its plan; None if there is none.
 
-    On a CPU the peak of a process is more than its tensors, so that memory cannot be compared.
+    On a CPU, memory is not compared, because the peak of a process counts more than tensors.
     """
     if not path.exists():
         return None

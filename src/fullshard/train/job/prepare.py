@@ -37,9 +37,9 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         The lock that keeps other jobs out of the folder; close it when the job has ended.
 
     Raises:
-        ConfigError: the model cannot be built, the text is missing or too short, there are no
-            weights to begin with, there is nothing to resume, ``replicas`` does not fit, a package
-            is missing, there is something to export to, or the folder is locked or not writable.
+        ConfigError: model, text, initial weights, a package or a checkpoint to resume is missing
+            or unusable. Other reasons: the text is too short, ``replicas`` does not divide the
+            workers, the export folder exists, or the folder is locked or not writable.
     """
     if num_workers % config.replicas:
         raise ConfigError(
@@ -107,7 +107,7 @@ _OF_THE_SCHEDULE = tuple(
 
 
 def _tell_changed(config: TrainConfig, run: RunDir) -> None:
-    """Print a note if a resumed run is given another schedule than it had."""
+    """Print a note if a resumed run gets another schedule than before."""
     if not config.resume or not run.config.exists():
         return
     earlier = TrainConfig.load(run.config)
@@ -132,18 +132,18 @@ def _shown(config: TrainConfig, name: str) -> str:
 def with_steps(
     config: TrainConfig, text: TokenizedText, info: Origin | None, *, num_workers: int
 ) -> tuple[TrainConfig, str]:
-    """Return ``config`` with the steps that its epochs take, and their number in words.
+    """Return ``config`` with the steps of its epochs, and their number in words.
 
-    A resumed run keeps the number that was computed before, also on other workers.
+    A resumed run keeps the number of steps of its first start, on any number of workers.
 
     Args:
         config: the configuration of this start.
         text: the text of the run.
-        info: of the checkpoint from which the run goes on; None: it begins.
+        info: facts of the checkpoint to resume from; None for a new run.
         num_workers: number of workers of this start.
 
     Raises:
-        ConfigError: a resumed run has new epochs, and its steps so far read other rows than now.
+        ConfigError: a resumed run has new epochs, but its earlier steps read other rows.
     """
     if config.epochs is None:
         return config, _count(config.steps, "step")

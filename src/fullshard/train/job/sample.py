@@ -25,12 +25,12 @@ def sample(
     top_k: int = 40,
     seed: int = 0,
 ) -> str:
-    """Return ``prompt`` and ``num_tokens`` more tokens as text, sampled in step on all workers.
+    """Return ``prompt`` and ``num_tokens`` more tokens as text; all workers must call this.
 
-    Every forward all-gathers the sharded weights, so every worker must run all forwards: the number
-    of tokens is fixed, sampling never ends early, and all workers draw the same token from the same
-    seed. The model sees at most the last ``context`` tokens. What follows the end of an answer to a
-    question is left out.
+    Every forward all-gathers the sharded weights, so every worker must run all forwards. So the
+    number of tokens is fixed, and all workers draw the same tokens from the same seed. The model
+    sees at most the last ``context`` tokens. Text after the end of an answer to a question is left
+    out.
     """
     tokenizer = text.tokenizer
     tokens = continued(
@@ -69,13 +69,13 @@ def continued(
     Args:
         model: on ``device``, sharded or not.
         prompt: one token or more.
-        device: of the model.
-        known: number of tokens; the model may have more logits, if its text is small.
-        context: how many of the last tokens the model sees.
-        num_tokens: how many to add.
-        temperature: by which logits are divided; 0: take the most likely token.
+        device: device of the model.
+        known: size of the tokenizer's vocabulary; the model may have more logits.
+        context: number of last tokens that the model sees.
+        num_tokens: number of tokens to add.
+        temperature: divisor of the logits; 0: take the most likely token.
         top_k: number of the most likely tokens to draw from.
-        seed: of the draw.
+        seed: seed of the draw.
         end: the token after which to stop; None: never.
     """
     was_training = model.training

@@ -1,4 +1,4 @@
-"""A launcher of workers that lets those that are left go on when others are lost."""
+"""A launcher that keeps the remaining workers running after it loses others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _Worker = subprocess.Popen[bytes]
 def run_survivors(nproc: int, folder: Path, *arguments: str) -> None:
     """Run ``nproc`` times ``python ARGUMENTS``, and wait until all have ended.
 
-    Their store must outlive each of them. Workers leave their errors in ``folder``. A worker that
-    is lost is reported; the others are left alone.
+    The store must outlive each worker. Workers write their errors into ``folder``. A lost worker
+    is reported, and the other workers keep running.
 
     Raises:
-        ChildFailedError: none of them ended well.
-        SignalException: SIGTERM or SIGINT came, which is handed on to them.
+        ChildFailedError: all workers failed.
+        SignalException: SIGTERM or SIGINT came; the workers get the signal too.
     """
     workers: list[_Worker] = []
     with _handing_on(workers) as got:
@@ -49,7 +49,7 @@ def run_survivors(nproc: int, folder: Path, *arguments: str) -> None:
         if one.returncode
     }
     if len(failures) == nproc:
-        # Who was killed began it; why the others did not go on is what they recorded.
+        # A killed worker wrote no record; the records of the others say why they could not go on.
         recorded = {rank: one for rank, one in failures.items() if Path(one.error_file).exists()}
         raise ChildFailedError("fullshard train", recorded or failures)
 
@@ -71,7 +71,7 @@ def _wait(workers: Sequence[_Worker]) -> None:
 
 @contextmanager
 def _handing_on(workers: Sequence[_Worker]) -> Iterator[list[int]]:
-    """Hand SIGTERM and SIGINT on to ``workers``; yields the signals that came."""
+    """Forward SIGTERM and SIGINT to ``workers``; yield the list of received signals."""
     got: list[int] = []
 
     def hand_on(number: int, _: FrameType | None) -> None:

@@ -60,7 +60,7 @@ def run_worker(config: TrainConfig, *, prepared: bool) -> None:
         prepared: whether the launcher has called ``prepare``; if not, the first worker calls it.
 
     Raises:
-        ConfigError: ``prepare`` refuses; raised on all workers alike.
+        ConfigError: ``prepare`` refuses; raised on all workers.
     """
     loaded = _load_ahead(config)
     with join_world() as world:
@@ -92,13 +92,13 @@ def _work(
 
 
 def _num_steps(config: TrainConfig, world: World) -> int:
-    """Return the number of steps that ``prepare`` computed and the first worker's file has."""
+    """Return the number of steps in the first worker's file, which ``prepare`` wrote."""
     run = RunDir(Path(config.out))
     return int(world.rows(TrainConfig.load(run.config).steps if world.is_first else 0)[0].item())
 
 
 def _live(config: TrainConfig, world: World, loaded: Loaded | None, life: fullshard.Life) -> None:
-    """Train with the workers that are left, from what they have or was saved before."""
+    """Train with the remaining workers, from the state in their memory or a checkpoint."""
     world = dataclasses.replace(world, rank=life.rank, size=life.world)
     if life.number:
         resumes = bool(Saves(config).steps())
@@ -109,7 +109,7 @@ def _live(config: TrainConfig, world: World, loaded: Loaded | None, life: fullsh
 
 
 def _going_on(config: TrainConfig, world: World) -> TrainConfig:
-    """Resume what was saved before torchrun started workers again, as the first worker sees it."""
+    """Return ``config`` with ``resume`` set if torchrun restarted workers after a save."""
     began = bool(world.rows(world.is_first and bool(world.has_prepared))[0].any())
     resumes = config.resume or (began and bool(Saves(config).steps()))
     return dataclasses.replace(config, resume=resumes)
@@ -218,7 +218,7 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
 
 
 def _sample(config: TrainConfig, text: TokenizedText, trained: Trained, world: World) -> str | None:
-    """Return a sample of what the model writes; None if it is off. All workers call this."""
+    """Return a sample of the model's text; None if samples are off. All workers call this."""
     if config.sample is None:
         return None
     code = text.tokenizer.encode(_PROMPT if config.data is None else "", add_special_tokens=False)
@@ -268,7 +268,7 @@ def main() -> None:
 def _end_with(launcher: int) -> None:
     """Exit this process when the launcher is gone: a killed launcher cannot end its workers.
 
-    Otherwise they would keep writing into a run that the user may have resumed by then.
+    Otherwise the worker would keep writing into a run that the user may have resumed.
     """
     while os.getppid() == launcher:
         time.sleep(0.5)
@@ -276,12 +276,12 @@ def _end_with(launcher: int) -> None:
 
 
 def _tell(error: Exception, *, is_refusal: bool, is_shown: bool) -> None:
-    """Tell the other workers what ends this one, and the user if ``is_shown``."""
+    """Report the error of this worker to the other workers, and to the user if ``is_shown``."""
     if is_refusal:  # all workers refuse alike
         if is_shown and speaks():
             print(f"fullshard: error: {error}", file=sys.stderr)
         return
-    # As for an exception that nobody catches: this is where fullshard tells other ranks.
+    # As for an uncaught exception: fullshard's hook reports the error to other ranks.
     with nullcontext() if is_shown else redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, error.__traceback__)
 
@@ -294,7 +294,7 @@ def _record(error: Exception, *, is_refusal: bool) -> None:
     details = {
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(time.time_ns() // 1_000_000_000),
-        # torchrun has only seconds; this clock is one for all workers of a host, and is never set.
+        # torchrun has only seconds; this clock is shared by all workers of a host, and never set.
         "time_ns": time.monotonic_ns(),
         "text": str(error) if is_refusal else f"{type(error).__name__}: {error}",
         "is_refusal": is_refusal,

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: of all saved steps the one with the lowest held-out loss.
+"""The best checkpoint of a run: the saved step with the lowest held-out loss.
 
 ``best.json`` in the folder of the run names this checkpoint. With ``--keep``, ``best/`` holds it
 too, so it stays when older checkpoints are removed. The files in ``best/`` are hard links, or
@@ -51,11 +51,11 @@ def read_best(run: RunDir) -> Best | None:
 
 
 class BestMark:
-    """The mark of the best checkpoint; the first worker alone may change it.
+    """The mark of the best checkpoint; only the first worker may change the mark.
 
     Args:
         run: the folder of the run.
-        is_apart: whether to put the best checkpoint into ``best/``, too.
+        is_apart: whether to keep the best checkpoint in ``best/`` too.
     """
 
     def __init__(self, run: RunDir, *, is_apart: bool) -> None:
@@ -67,8 +67,8 @@ class BestMark:
     def resume(self, step: int) -> None:
         """Find the best checkpoint up to ``step``, from which the run goes on.
 
-        ``metrics.jsonl`` has the evaluations. A job that was killed may not have marked its last
-        checkpoint, and a mark of a later step belongs to steps that are computed again.
+        The evaluations are read from ``metrics.jsonl``, because a killed job may not have marked
+        its last checkpoint. A mark of a later step is void: these steps are computed again.
         """
         run = self._run
         records = read_metrics(run.metrics) if run.metrics.exists() else []
@@ -129,7 +129,7 @@ def _link(source: Path, target: Path) -> None:
                 os.link(file, unfinished / file.name)
             except OSError:  # the file system has no links
                 shutil.copyfile(file, unfinished / file.name)
-        if target.exists():  # of steps that were computed again
+        if target.exists():  # a checkpoint of steps that were computed again
             shutil.rmtree(target)
         unfinished.rename(target)
     except BaseException:

@@ -24,17 +24,17 @@ _UNKNOWN_THERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """A file lock that is held until it is closed or this process ends, in whatever way.
+    """A file lock that this process holds until ``close``, or until its end of any kind.
 
     The operating system keeps the lock, so a file left behind by a killed process locks nothing. In
     a folder that machines share, the lock holds across machines if the file system supports locks.
     """
 
     def __init__(self, path: Path) -> None:
-        """Lock ``path`` and write into the file which process holds the lock.
+        """Lock ``path``, and write the holder of the lock into the file.
 
         Raises:
-            ConfigError: another process, named in the message, holds it; nothing was changed.
+            ConfigError: another process, named in the message, holds the lock; nothing has changed.
         """
         self._file: TextIO | None = path.open("a+", encoding="utf-8")
         try:
@@ -70,7 +70,7 @@ class RunLock:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The facts to check before continuing a checkpoint, which holds them as its ``extra``."""
+    """The facts to check before resuming from a checkpoint, whose ``extra`` has them."""
 
     step: int
     text_key: str
@@ -125,7 +125,7 @@ class RunDir:
 
     @property
     def memory(self) -> Path:
-        """Path of the folder of checkpoints in this machine's memory; named after the run's."""
+        """Path of the folder of checkpoints in this machine's memory, by the run's path."""
         digest = hashlib.blake2b(str(self.path.absolute()).encode(), digest_size=8).hexdigest()
         return Path("/dev/shm", f"fullshard-{os.geteuid()}-{digest}")
 
@@ -136,27 +136,27 @@ class RunDir:
 
     @property
     def plan(self) -> Path:
-        """The plan that was made before the run, as JSON."""
+        """Path of the plan from before the run, as JSON."""
         return self.path / "plan.json"
 
     @property
     def trace(self) -> Path:
-        """Path of the folder of what workers recorded, and of the report."""
+        """Path of the folder with the workers' traces and the report."""
         return self.path / "trace"
 
     @property
     def lock(self) -> Path:
-        """Path of the file that the job training here has locked."""
+        """Path of the file that a training job in this folder locks."""
         return self.path / "fullshard.lock"
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the newest complete checkpoint; that in ``best/`` if there is no other."""
+        """Return the newest complete checkpoint; without any, the checkpoint in ``best/``."""
         return latest(self.checkpoints) or latest(self.best)
 
     def set_aside(self, *, resumes: bool) -> Path | None:
-        """Move files of an earlier run to ``earlier-<n>`` and return it; None if there are none.
+        """Move files of an earlier run to ``earlier-<n>`` and return it; None without files.
 
-        A start that ``resumes`` the run moves only what was recorded of the start before.
+        A start that ``resumes`` the run moves only the trace of the start before.
         """
         ours = (
             self.config,
@@ -181,7 +181,7 @@ class RunDir:
 
 
 TRACKED = ("tensorboard", "wandb", "wandb-run", "mlflow-run")
-"""What trackers write to the folder, see ``trackers.py``."""
+"""Folders that trackers write, see ``trackers.py``."""
 
 
 def describe(
@@ -213,8 +213,8 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: O
     """Check that a run with ``ours`` can continue ``checkpoint``, whose facts are ``info``.
 
     Raises:
-        ConfigError: the checkpoint has another model, other text or adapters of other frozen
-            weights, or the run has ended there.
+        ConfigError: the checkpoint has another model, another text, or adapters of other frozen
+            weights, or the run ended at the checkpoint.
     """
     if info.model != ours.model:
         what = difference(info.model, ours.model)
@@ -241,7 +241,7 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: O
 
 
 def check_frozen(config: TrainConfig, checkpoint: Path, info: Origin) -> None:
-    """Raise ``ConfigError`` if a checkpoint has adapters of other weights than ``init`` holds."""
+    """Raise ``ConfigError`` if a checkpoint's adapters belong to other weights than ``init``."""
     if info.frozen is not None and info.frozen != _frozen(config):
         raise ConfigError(
             f"{checkpoint} has adapters of other weights than --init {config.init} holds now: give "

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object per step; how they are measured, and the curve of the loss."""
+"""``metrics.jsonl`` with one JSON object per step, its measurements, and the loss curve."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class StepRecord:
         peak_memory_nbytes: peak memory of a worker since its start, maximum over workers.
         shard_nbytes: parameters kept by a worker, maximum over workers.
         waiting: fraction of the step spent waiting for communication, mean over workers.
-        loss: mean over the workers whose loss is finite; not a number if none is.
-        gather_error, reduce_error: norm of what was lost on the wire by the norm of what was sent,
-            maximum over workers, measured when there is an evaluation; None: nothing was encoded.
-        skipped: steps skipped since the start because something was not finite; None: none.
-        repeated: steps begun again since the start because memory ran out; None: none.
-        bad_records: records of the data that were left out; None: none.
+        loss: mean over the workers whose loss is finite; nan without such a worker.
+        gather_error, reduce_error: norm of the encoding errors divided by the norm of the sent
+            values, maximum over workers. None: without an evaluation, or if nothing is encoded.
+        skipped: steps skipped since the start because a value was not finite; None for 0.
+        repeated: steps repeated since the start because memory ran out; None for 0.
+        bad_records: records of the data that were left out; None for 0.
     """
 
     step: int
@@ -64,7 +64,7 @@ class StepRecord:
 
 
 class MetricsFile:
-    """A file to which records are appended, each as soon as its step is known to be done.
+    """A file to which each record is appended as soon as its step is done.
 
     If not ``enabled``, as on all workers but the first, nothing is written and no file is touched.
     """
@@ -128,15 +128,15 @@ def waited_s(model: nn.Module) -> float:
 
 
 def begin_wire_check(model: nn.Module) -> None:
-    """Measure what the wire loses from now on."""
+    """Start to measure the encoding errors of communication."""
     if isinstance(model, fullshard.FSDPModule):
         model.set_wire_check(True)
 
 
 def end_wire_check(model: nn.Module) -> tuple[float, float]:
-    """Return what this worker lost of what it sent, parameters and gradients, and stop measuring.
+    """Stop measuring, and return this worker's relative errors for parameters and gradients.
 
-    Each is the norm of the errors by that of the values, not a number if nothing was measured.
+    A relative error is the norm of the errors divided by the norm of the values; nan without data.
     """
     if not isinstance(model, fullshard.FSDPModule):
         return math.nan, math.nan
@@ -146,9 +146,9 @@ def end_wire_check(model: nn.Module) -> tuple[float, float]:
 
 
 def recording(config: TrainConfig, run: RunDir, model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context that records what the model does if asked for, beside the run's plan.
+    """Return a context that traces the model if ``config.trace``, compared with the run's plan.
 
-    It is the whole start: what is kept has a bound, and a failure may come late.
+    The trace covers the whole start, because a failure may come late. Its memory has a bound.
     """
     if not config.trace:
         return nullcontext()

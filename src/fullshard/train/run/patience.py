@@ -12,8 +12,8 @@ class HeldOut:
     """The evaluations of a run up to some step, as its checkpoints hold them.
 
     Attributes:
-        step: of the evaluation with the lowest loss; 0 before the first finite one.
-        bits_per_byte: lowest held-out loss; None before the first finite one.
+        step: step of the evaluation with the lowest loss; 0 before the first finite loss.
+        bits_per_byte: lowest held-out loss; None before the first finite loss.
         num_worse: number of evaluations since then.
     """
 
@@ -29,7 +29,7 @@ class HeldOut:
         return replace(self, num_worse=self.num_worse + 1)
 
     def why_over(self, config: TrainConfig) -> str | None:
-        """Return why the run ends here, for a message; None if it goes on."""
+        """Return the reason why the run ends here, for a message; None if the run continues."""
         if config.patience is None or self.num_worse < config.patience:
             return None
         lowest = "was never finite"

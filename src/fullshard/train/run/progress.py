@@ -15,7 +15,7 @@ from rich.text import Text
 from fullshard.plan import in_bytes
 from fullshard.train.run.metrics import StepRecord
 
-_PLAIN_LINES = 30  # about how many lines a run prints without a terminal
+_PLAIN_LINES = 30  # approximate number of lines of a run without a terminal
 
 
 def plain_console(*, enabled: bool) -> Console:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: on the disk, and more often in memory if that is asked for."""
+"""The checkpoints of a run: on the disk, and optionally more often in memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fullshard.train.run.best import BestMark
 from fullshard.train.run.folder import RunDir
 from fullshard.train.world import World
 
-_COPIES_NBYTES = 1 << 30  # of host memory, for what a step would overwrite before it is written
-_COPIES = 2  # machines that have each file in memory, if there are so many
+_COPIES_NBYTES = 1 << 30  # host memory for copies of tensors, before steps overwrite them
+_COPIES = 2  # machines that hold each file in memory, or all if there are fewer
 
 
 class Saves:
-    """Saves beside the training, and loads what was saved last.
+    """Saves in the background of the training, and loads the newest state.
 
     Args:
         config: the configuration of the run.
@@ -39,17 +39,17 @@ class Saves:
             keep=config.keep,
             mode="async",
             budget_nbytes=_COPIES_NBYTES,
-            frozen=config.lora is None,  # else the weights of --init, which are read again
+            frozen=config.lora is None,  # else --init has the frozen weights, to be read again
         )
         self._disk = disk
         self._all = [disk]
-        # Nothing is saved there; the best checkpoint is loaded if all others are lost.
+        # No save goes here; the best checkpoint is loaded if all others are lost.
         self._kept_best = Checkpointer(run.best)
         self._memory = run.memory if config.memory_every is not None else None
         if self._memory is not None and config.memory_every is not None:
             _check_ours(self._memory)
             self._all.append(
-                # It is written from where it is: that takes no longer than to copy it.
+                # Tensors are written without a copy first, because a copy would take as long.
                 Checkpointer(
                     self._memory,
                     every=config.memory_every,
@@ -75,12 +75,12 @@ class Saves:
         on_disk: bool,
         bits_per_byte: float | None = None,
     ) -> None:
-        """Begin to write a checkpoint, and wait for the one before.
+        """Start to write a checkpoint, after the end of the previous save.
 
         Args:
-            model, optimizer: what to save.
-            extra, step: of the checkpoint.
-            on_disk: not to memory alone.
+            model, optimizer: the state to save.
+            extra, step: facts and step of the checkpoint.
+            on_disk: True if the checkpoint must not be in memory alone.
             bits_per_byte: held-out loss of this step; None: not evaluated.
         """
         self.wait()  # the best checkpoint is marked before this save removes an older one
@@ -91,13 +91,13 @@ class Saves:
             self._best.begin(step, bits_per_byte)
 
     def wait(self) -> None:
-        """Wait until what was begun is written."""
+        """Wait until the last save on the disk is written, and mark the best checkpoint."""
         self._disk.wait()
         if self._best is not None:
             self._best.end()
 
     def resume_best(self, step: int) -> None:
-        """Find the best checkpoint of a run that goes on from ``step``."""
+        """Find the best checkpoint of a run that resumes from ``step``."""
         if self._best is not None:
             self._best.resume(step)
 
@@ -108,14 +108,14 @@ class Saves:
     def load(
         self, model: nn.Module, optimizer: Optimizer, life: Life, *, resumes: bool
     ) -> CheckpointInfo | None:
-        """Load the newest state, of a life before or, if ``resumes``, of what was saved or is best.
+        """Load the newest state: of an earlier life or, if ``resumes``, of a checkpoint.
 
-        What ``model`` and ``optimizer`` have is handed on to the next life.
+        The next life gets the state of ``model`` and ``optimizer``.
         """
         return life.load([*self._all, self._kept_best] if resumes else [], model, optimizer)
 
     def forget(self, world: World) -> None:
-        """Remove what is in memory, as all that is needed is on the disk, or belongs to no run."""
+        """Remove the checkpoints in memory, which are on the disk too or belong to no run."""
         if self._memory is not None:
             world.barrier()
             shutil.rmtree(self._memory, ignore_errors=True)

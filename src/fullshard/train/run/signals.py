@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_ONCE_S = 2.0  # launchers pass on what terminals send as well
+_ONCE_S = 2.0  # a terminal's signal comes twice, as launchers forward it
 
 
 class Stopping:
-    """The wish to stop; a signal that comes again later ends the process at once.
+    """A request to stop; a second signal after ``_ONCE_S`` ends the process at once.
 
     Attributes:
-        is_asked: whether a signal came here.
-        is_agreed: whether one came to any worker; the same on all of them.
+        is_asked: whether this worker got a signal.
+        is_agreed: whether any worker got a signal; equal on all workers.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Stopping:
 
 @contextmanager
 def stopping() -> Iterator[Stopping]:
-    """Handle SIGTERM and SIGINT during the block; in another thread than the main one, nothing."""
+    """Handle SIGTERM and SIGINT during the block; outside of the main thread, do nothing."""
     found = Stopping()
     if threading.current_thread() is not threading.main_thread():
         yield found

@@ -1,7 +1,7 @@
 """``--log``: the figures of ``metrics.jsonl`` in TensorBoard, Weights & Biases or MLflow too.
 
-Each goes through its own library, which is imported only if it was asked for. The names of the
-figures are those of ``metrics.jsonl``. Only the first worker logs.
+Each tracker has its own library, which is imported only if ``--log`` names the tracker. The figures
+have their names of ``metrics.jsonl``. Only the first worker logs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_tracker(config: TrainConfig) -> None:
     """Import the library of ``config.log``, before any worker starts.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the library is not installed.
     """
     if config.log is not LogTo.NONE:
         _library(config.log)
@@ -47,7 +47,7 @@ def _library(to: LogTo) -> Any:
 
 
 class Tracker(Protocol):
-    """A place where figures go."""
+    """A destination of figures."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the figures of one step."""
@@ -96,7 +96,7 @@ class _Logged(ABC):
 
 
 class _TensorBoard(_Logged):
-    """Event files in ``tensorboard/`` of the run; those of steps after ``first`` are dropped."""
+    """Event files in ``tensorboard/`` of the run; steps after ``first`` are dropped."""
 
     def __init__(self, config: TrainConfig, first: int) -> None:
         folder = Path(config.out) / "tensorboard"

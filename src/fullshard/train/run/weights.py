@@ -9,13 +9,13 @@ from pathlib import Path
 
 from fullshard.errors import ConfigError
 
-_SAMPLE_NBYTES = 1 << 12  # of each tensor, from its middle
+_SAMPLE_NBYTES = 1 << 12  # bytes of each tensor, from its middle
 
 
 def weights_key(folder: Path) -> str:
     """Return a digest of the names, dtypes, shapes and a sample of all weights in ``folder``.
 
-    It does not depend on how the tensors are spread over files. Samples make it fast: other
+    The digest does not depend on the files that hold the tensors. A sample suffices, because other
     weights, such as those of another training, differ in all tensors that were trained.
 
     Raises:

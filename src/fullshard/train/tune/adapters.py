@@ -13,7 +13,7 @@ from fullshard import unshard_params
 from fullshard.errors import ConfigError
 from fullshard.train.world import World
 
-_ALPHA = 2  # times the rank: what adapters say counts as much at every rank
+_ALPHA = 2  # times the rank: adapters of every rank get the same scale
 
 
 def check_peft() -> None:
@@ -34,7 +34,7 @@ def add_adapters(model: Any, rank: int) -> nn.Module:
         r=rank, lora_alpha=_ALPHA * rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft uses names that transformers will give up
+        warnings.simplefilter("ignore")  # peft uses names that transformers will remove
         adapted: nn.Module = get_peft_model(model, config)
     return adapted
 
@@ -46,7 +46,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Add what adapters learned to the frozen weights, layer by layer; all workers call it."""
+    """Merge adapters into the frozen weights, layer by layer; all workers must call this."""
     for layer in _layers(model):
         with unshard_params(layer):
             layer.merge()
@@ -55,13 +55,13 @@ def merge_adapters(model: nn.Module) -> None:
 def save_adapters(
     model: Any, folder: Path, world: World, *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write the adapters alone, as ``peft`` reads them; all workers call it.
+    """Write the adapters alone, as ``peft`` reads them; all workers must call this.
 
     Args:
-        model: has the adapters.
-        folder: to write to.
+        model: the model with the adapters.
+        folder: the folder to write.
         world: the job.
-        dtype: of what is written; None: as it is.
+        dtype: dtype of the written weights; None: unchanged.
     """
     names = {id(module): name for name, module in model.named_modules()}
     whole: dict[str, Tensor] = {}

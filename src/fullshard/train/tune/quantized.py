@@ -24,19 +24,19 @@ def check_bitsandbytes() -> None:
 
 
 class Nf4Linear(nn.Linear):
-    """A frozen linear layer whose weight is two numbers to a byte, which shards cut anywhere.
+    """A frozen linear layer with two numbers per byte of its weight, which any shard may cut.
 
     Attributes:
         weight: ``[out * in / 2, 1]``, bytes.
-        scales: of blocks of 64 numbers, themselves of eight bits; whole on every rank. None before
-            the weight is loaded.
+        scales: scales of blocks of 64 numbers, in eight bits, unsharded on every rank. None
+            before the weight is loaded.
     """
 
     def __init__(self, like: Any, *, transposed: bool) -> None:
         nn.Module.__init__(self)
         stored = like.weight.shape
         self.out_features, self.in_features = stored[::-1] if transposed else stored
-        self.is_transposed = transposed  # in files
+        self.is_transposed = transposed  # orientation in files
         number = like.weight.numel() // _PER_BYTE
         packed = torch.empty(number, 1, dtype=torch.uint8, device=like.weight.device)
         self.weight = nn.Parameter(packed, requires_grad=False)
@@ -52,7 +52,7 @@ class Nf4Linear(nn.Linear):
         return result
 
     def conversion(self, device: torch.device) -> Conversion:
-        """Return how the weight is made of a stored one, on ``device``."""
+        """Return the conversion from a stored weight to this weight, on ``device``."""
         from bitsandbytes.functional import quantize_4bit
 
         shape = (self.out_features, self.in_features)
@@ -79,7 +79,7 @@ def quantize_linears(model: Any) -> None:
 
 
 def conversions(model: nn.Module, device: torch.device) -> dict[str, Conversion]:
-    """Return how all quantised weights are made of stored ones, by their names in ``model``."""
+    """Return the conversions from stored to quantised weights, by names in ``model``."""
     return {
         f"{path}.weight": module.conversion(device)
         for path, module in model.named_modules()
