@@ -36,14 +36,14 @@ app = typer.Typer(
 
 Folder = Annotated[str, typer.Argument(metavar="PATH", help="Folder or URL of a checkpoint.")]
 Root = Annotated[
-    str, typer.Argument(metavar="PATH", help="Folder or URL of a checkpoint, or of several.")
+    str, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of checkpoints; or a URL.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command("list", cls=GroupedCommand)
 def list_command(path: Root, *, as_json: AsJson = False) -> None:
-    """List the complete checkpoints in a folder, the newest last, and what else is there."""
+    """List the complete checkpoints in a folder, the newest last, and all other folders in it."""
     place = _place(path)
     best = read_best(RunDir(place)) if isinstance(place, Path) else None
     place = _of_run(place)
@@ -111,7 +111,9 @@ def verify_command(path: Root, *, as_json: AsJson = False) -> None:
 @app.command("diff", cls=GroupedCommand)
 def diff_command(
     path: Folder,
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="Folder or URL of another one.")],
+    other: Annotated[
+        str, typer.Argument(metavar="OTHER", help="Folder or URL of the other checkpoint.")
+    ],
     *,
     as_json: AsJson = False,
 ) -> None:
