@@ -223,7 +223,7 @@ def place_of(path: AnyPlace) -> Place:
 
 
 def folder_of(path: AnyPlace, what: str) -> Path:
-    """Return the folder or file that a caller gave, for ``what`` takes no URL.
+    """Return the folder or file that a caller gave to ``what``, which accepts no URL.
 
     Raises:
         ConfigError: it is a URL.

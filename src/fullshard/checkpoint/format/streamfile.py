@@ -54,7 +54,7 @@ class ObjectFile:
         into[:] = data
 
     def close(self) -> None:
-        """Nothing is open between two reads."""
+        """Return at once: each read is a request of its own."""
 
 
 class StreamWriter:

@@ -121,7 +121,7 @@ class FolderTarget:
         self._appears = appears
 
     def check(self) -> None:
-        """Nothing is needed."""
+        """Return at once: folders need no package."""
 
     def begin(self) -> str:
         """Make an unfinished folder."""
@@ -200,7 +200,7 @@ class ObjectTarget:
         return StreamWriter(self.path / name, parts)
 
     def copy(self, council: Council, save: str, files: Sequence[FileInfo]) -> None:
-        """Copy nothing: the store keeps copies of its own."""
+        """Return at once: the store keeps copies of its own."""
 
     def seal(self, save: str, manifest: bytes) -> None:
         """Check that all data files are in the store."""
