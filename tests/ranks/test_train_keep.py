@@ -104,9 +104,8 @@ import sys
 import torch
 from torch import nn
 
-from fullshard.checkpoint import manager
 from fullshard.checkpoint.format import committing
-from fullshard.checkpoint.saving import saving
+from fullshard.checkpoint.stores import targets
 from fullshard.train.config import TrainConfig
 from fullshard.train.run import Saves
 
@@ -127,11 +126,11 @@ def die(*_, **__):
 save(1)
 saves.wait()
 if where == "sealing":
-    saving.seal = die
+    targets.seal = die
 elif where == "publishing":
     committing.publish = die
 elif where == "removing":
-    manager.remove = die
+    targets.remove = die
 save(2)
 saves.wait()
 save(3)
