@@ -2,6 +2,7 @@
 
 python -m tests.faults --kills 1000           kill jobs that save, and say what they lost
 python -m tests.faults table [words] --write  every fault on one rank, and who is named
+python -m tests.faults table --device         on a fake device, whose collectives no host waits for
 python -m tests.faults random --count 1000    random ones
 python -m tests.faults recover --count 100    jobs that go on without the ranks that were killed
 """
@@ -51,12 +52,17 @@ def tabulate(arguments: Sequence[str]) -> int:
     parser.add_argument("--engine", nargs="*", choices=[one.name.lower() for one in Engine])
     parser.add_argument("--worlds", nargs="*", type=int, default=table.WORLDS, metavar="RANKS")
     parser.add_argument("--nccl", action="store_true", help="all ranks on the first GPU")
+    parser.add_argument("--device", action="store_true", help="on the fake device")
     parser.add_argument("--at-once", type=int, default=4, help="jobs that run at one time")
     parser.add_argument("--show", action="store_true", help="what ranks said that did not do")
     parser.add_argument("--write", action="store_true", help=f"write {table.PAGE.name}")
     options = parser.parse_args(arguments)
+    if options.write and (options.nccl or options.device):
+        parser.error("--write is for the wires of CPUs, of which the table is made")
     engines = [Engine[one.upper()] for one in options.engine or []] or list(Engine)
-    wires = [Wire.NCCL] if options.nccl else ON_CPUS
+    wires = [Wire.NCCL] * options.nccl + [Wire.DEVICE] * options.device or ON_CPUS
+    if options.device and Engine.TORCH in engines:
+        engines.remove(Engine.TORCH)  # whose streams and collectives are not those of the device
 
     def tell(case: table.Case, result: Result, verdict: Verdict) -> None:
         print(f"{case} | {verdict}", flush=True)

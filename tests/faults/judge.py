@@ -14,10 +14,10 @@ from tests.faults.rank import GLOO_TIMEOUT_S, Engine
 from tests.faults.rows import End, Who
 
 _ACCUSES = re.compile(
-    r"\brank (\d+)(?:(?!rank)[^.;,:\n]){0,40}?\b"
+    r"\brank (\d+)(?:(?!rank|had )[^.;,:\n]){0,40}?\b"
     r"(?:is gone|ended|exited|died|was killed|is stopped|was stopped|raised|failed)"
 )
-"""Where a text says that a rank is to blame; what only waits is not."""
+"""Where a text says that a rank is to blame; what only waits, or had ended a step, is not."""
 
 
 class Kind(enum.Enum):

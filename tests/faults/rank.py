@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,16 @@ from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel, checkpoint, fully_shard, optim
 from fullshard.optim import StepGuard
-from tests.faults.rows import ALONE_AT_THE_END, EXPECTED, Expectation, Fault, Phase, What
+from tests.faults.device_wire import on_device
+from tests.faults.rows import (
+    ALONE_AT_THE_END,
+    EXPECTED,
+    Expectation,
+    Fault,
+    Phase,
+    What,
+    without_waits,
+)
 from tests.faults.strike import MESSAGE, Diary, Strike, watch_gathers
 
 # Jobs are forked from a process that has imported this module, and what an optimizer imports.
@@ -46,15 +56,16 @@ class Engine(enum.Enum):
 
 
 class Wire(enum.Enum):
-    """How ranks exchange; the value is that of FULLSHARD_SHARED_MEMORY, which NCCL does not read.
+    """How ranks exchange; FULLSHARD_SHARED_MEMORY is "1" only for SHARED.
 
     With NCCL all ranks use the first GPU, and each says that it is a host of its own, as NCCL
-    refuses two ranks of a host on one GPU.
+    refuses two ranks of a host on one GPU. DEVICE is a fake device, see ``tests/faults/device.py``.
     """
 
-    SHARED = "1"
-    SOCKETS = "0"
-    NCCL = ""
+    SHARED = "shared"
+    SOCKETS = "sockets"
+    NCCL = "nccl"
+    DEVICE = "device"
 
     @property
     def device(self) -> torch.device:
@@ -91,7 +102,8 @@ class Job:
         }
         if self.at_step == self.steps and others_end.get(self.fault.what):
             return ALONE_AT_THE_END
-        return EXPECTED[self.fault.what]
+        expected = EXPECTED[self.fault.what]
+        return without_waits(expected) if self.wire in (Wire.NCCL, Wire.DEVICE) else expected
 
     @property
     def unit(self) -> str:
@@ -216,6 +228,8 @@ def one_step(job: Job, model: nn.Module, optimizer: Any, x: Tensor, strike: Stri
         optimizer.step()
     else:
         StepGuard(model, optimizer, max_skipped=0).step(loss)
+    if job.wire is Wire.DEVICE and strike.step % 2 == 0:
+        loss.item()  # as programs do that log a loss now and then
 
 
 def save(job: Job, model: nn.Module, optimizer: Any, folder: Path, step: int) -> None:
@@ -266,7 +280,7 @@ def work(job: Job, rank: int, folder: str, port: int) -> None:
     faulthandler.enable()
     os.environ |= {
         "FULLSHARD_PATIENCE_S": str(PATIENCE_S),
-        "FULLSHARD_SHARED_MEMORY": job.wire.value,
+        "FULLSHARD_SHARED_MEMORY": str(int(job.wire is Wire.SHARED)),
     }
     if job.wire is Wire.NCCL:
         os.environ |= {
@@ -312,7 +326,10 @@ def _join_and_train(job: Job, rank: int, root: Path, port: int, diary: Diary) ->
     strike = Strike(job.fault if rank == job.victim else None, job.at_step, diary)
     watch_gathers(strike)
     diary.note("joined")
-    model = train(job, rank, root, strike, diary)
-    if job.fault.what in (What.CAUGHT, What.LEFT_OUT):
-        torch.save(weights(job, model), root / f"weights-{rank}.pt")
+    with on_device(root) if job.wire is Wire.DEVICE else nullcontext() as device:
+        model = train(job, rank, root, strike, diary)
+        if job.fault.what in (What.CAUGHT, What.LEFT_OUT):
+            torch.save(weights(job, model), root / f"weights-{rank}.pt")
+        if device is not None:
+            device.current_stream().synchronize()  # as the end of a communicator does
     dist.destroy_process_group()

@@ -169,6 +169,22 @@ ALONE_AT_THE_END = replace(EXPECTED[What.EXTRA_STEP], units={})
 """Of who does something between two steps alone, when the others have ended."""
 
 
+def without_waits(expected: Expectation) -> Expectation:
+    """Return what ranks have to say and do if their hosts do not wait for collectives.
+
+    A host may have ended the step in which another rank raises, so that the weights there are
+    useless. No rank goes on in groups that a fault has aborted. A rank that does not call
+    fullshard again after the fault ends normally.
+    """
+    if expected.end is End.GOES_ON:
+        return replace(expected, end=End.RAISES, errors=("ProtocolError", "TornStepError"))
+    if Phase.END in expected.phases:
+        return replace(expected, end=End.IS_TOLD)
+    if expected.cause in (_INJECTED, "OutOfMemoryError"):
+        return replace(expected, errors=(*expected.errors, "TornStepError"))
+    return expected
+
+
 @dataclass(frozen=True)
 class Fault:
     """Something that happens on one rank, at the first chance in a step.

@@ -45,6 +45,7 @@ def test_all_that_is_expected_was_said() -> None:
         (but(text=TEXT + "!", logs=()), ("one diagnosis",)),
         (but(text=TEXT + ". rank 2 of the group is gone"), ("accusing rank 2",)),
         (but(text=TEXT + ". rank 2 waits for rank 1, which raised"), ()),
+        (but(text=TEXT + ", in a step that rank 2 had already ended"), ()),
         (but(logs=(("ERROR", TEXT + "."),)), ("one diagnosis",)),
         (but(kind="RuntimeError"), ("its class",)),
         (but(after_s=29.5), ("an end before the time-out",)),
@@ -61,6 +62,13 @@ def test_a_wrong_unit_or_rank_is_none() -> None:
     other = but(text=wrong, logs=(("ERROR", wrong),))
     found = verdict_on(What.RAISE, other, VICTIM, other)
     assert found.lacks == ("rank", "unit", "accusing rank 11")
+
+
+def test_a_step_may_be_torn_only_where_hosts_do_not_wait() -> None:
+    torn = but(kind="TornStepError")
+    for wire, lacks in ((Wire.SHARED, ("its class",)), (Wire.DEVICE, ())):
+        raised = dataclasses.replace(job(What.RAISE), wire=wire)
+        assert judge(Result(raised, (torn, VICTIM, torn))).lacks == lacks
 
 
 def test_a_complaint_about_what_was_left_is_a_failure() -> None:

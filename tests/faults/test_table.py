@@ -6,12 +6,15 @@ The processes are not those of the session's pool, as they are killed.
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.faults import table
 from tests.faults.at_random import drawn, saved
+from tests.faults.device import Device
 from tests.faults.jobs import run
 from tests.faults.judge import Kind
 from tests.faults.rank import Engine, Job, Wire
@@ -38,11 +41,54 @@ JOBS = [
     Job(Fault(What.STALL, Phase.DATA, stall_s=4.0), Engine.UNITS, Wire.SHARED, 2),
 ]
 
+ON_DEVICE = [
+    Job(Fault(What.SKIP, Phase.FORWARD), Engine.UNITS, Wire.DEVICE, 2),
+    Job(Fault(What.RAISE, Phase.BACKWARD), Engine.FLAT, Wire.DEVICE, 2),
+    Job(Fault(What.CAUGHT, Phase.FORWARD), Engine.UNITS, Wire.DEVICE, 2),
+    Job(Fault(What.KILL, Phase.GATHER), Engine.UNITS, Wire.DEVICE, 2),
+    *(
+        pytest.param(one, marks=pytest.mark.more)  # all wait for as long as a rank may be late
+        for one in (
+            Job(Fault(What.SWAP, Phase.FORWARD), Engine.UNITS, Wire.DEVICE, 4),
+            Job(Fault(What.KILL, Phase.BACKWARD), Engine.FLAT, Wire.DEVICE, 4),
+            Job(Fault(What.STOP, Phase.BACKWARD), Engine.UNITS, Wire.DEVICE, 2),
+            Job(Fault(What.EARLY_END, Phase.END), Engine.UNITS, Wire.DEVICE, 2),
+            Job(Fault(What.SAVE_ALONE, Phase.SAVE), Engine.UNITS, Wire.DEVICE, 2),
+        )
+    ),
+]
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.fault.what.name}-{job.wire.name}")
+
+@pytest.mark.parametrize(
+    "job", JOBS + ON_DEVICE, ids=lambda job: f"{job.fault.what.name}-{job.wire.name}"
+)
 def test_a_fault_on_one_rank_is_named_on_the_others(job: Job) -> None:
     result, verdict = table.seen(job)
     assert verdict.kind is Kind.NAMED, (str(verdict), result.endings)
+
+
+@pytest.mark.parametrize("engine", [Engine.UNITS, Engine.FLAT])
+def test_a_job_on_the_fake_device_trains_as_on_the_cpu(engine: Engine) -> None:
+    fault = Fault(What.LEFT_OUT, Phase.DATA)
+    here, there = (
+        run(Job(fault, engine, wire, 2, victim=0)) for wire in (Wire.SOCKETS, Wire.DEVICE)
+    )
+    assert [one.kind for one in here.endings + there.endings] == [""] * 4
+    assert all(map(torch.equal, here.weights, there.weights))
+
+
+def test_the_host_of_the_fake_device_goes_on_until_it_reads() -> None:
+    device, gate = Device(), threading.Event()
+    with device.used():
+        device.current_stream().issue(gate.wait)
+        x = torch.ones(3, requires_grad=True)
+        loss = (2 * x).sum()
+        loss.backward()
+        mark = device.current_stream().record_event()
+        assert not mark.query()
+        gate.set()
+        assert loss.item() == 6 and mark.query()
+        assert x.grad is not None and x.grad.tolist() == [2, 2, 2]
 
 
 def test_a_job_without_a_fault_ends_and_leaves_checkpoints_that_load() -> None:
