@@ -56,7 +56,7 @@ class Engine(enum.Enum):
 
 
 class Wire(enum.Enum):
-    """How ranks exchange; FULLSHARD_SHARED_MEMORY is "1" only for SHARED.
+    """How ranks exchange.
 
     With NCCL all ranks use the first GPU, and each says that it is a host of its own, as NCCL
     refuses two ranks of a host on one GPU. DEVICE is a fake device, see ``tests/faults/device.py``.
@@ -66,6 +66,11 @@ class Wire(enum.Enum):
     SOCKETS = "sockets"
     NCCL = "nccl"
     DEVICE = "device"
+
+    @property
+    def switch(self) -> str:
+        """The value of FULLSHARD_SHARED_MEMORY, which only gloo's groups on CPUs read."""
+        return str(int(self is Wire.SHARED))
 
     @property
     def device(self) -> torch.device:
@@ -280,7 +285,7 @@ def work(job: Job, rank: int, folder: str, port: int) -> None:
     faulthandler.enable()
     os.environ |= {
         "FULLSHARD_PATIENCE_S": str(PATIENCE_S),
-        "FULLSHARD_SHARED_MEMORY": str(int(job.wire is Wire.SHARED)),
+        "FULLSHARD_SHARED_MEMORY": job.wire.switch,
     }
     if job.wire is Wire.NCCL:
         os.environ |= {

@@ -198,7 +198,7 @@ def work(plan: Plan, member: int, folder: str, port: int) -> None:
     faulthandler.enable()
     os.environ |= {
         "FULLSHARD_PATIENCE_S": str(PATIENCE_S),
-        "FULLSHARD_SHARED_MEMORY": plan.wire.value,
+        "FULLSHARD_SHARED_MEMORY": plan.wire.switch,
     }
     diary = Diary(root, member)
     logging.getLogger("fullshard").setLevel(logging.INFO)
