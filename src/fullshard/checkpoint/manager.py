@@ -17,6 +17,7 @@ from fullshard.checkpoint.format import (
     CheckpointInfo,
     Looked,
     Numbered,
+    ObjectUrl,
     Place,
     contained,
     in_folder,
@@ -96,7 +97,7 @@ class Checkpointer:
         self._is_clean = False
         self._saved: set[Place] = set()  # since the last load
 
-    def path(self, step: int) -> Place:
+    def path(self, step: int) -> Path | ObjectUrl:
         """Return the folder or URL of the checkpoint of ``step``."""
         return self.root / f"step-{step:06d}"
 

@@ -320,6 +320,7 @@ class Retained:
         self._residents = scheduler.residents
         self._units: dict[Unit, int] = {}  # with the generation of the weights
         self._has_warned = False
+        _autograd.num_holders_of_a_node()  # makes a node, which no forward may count as its own
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._units

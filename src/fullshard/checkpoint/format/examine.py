@@ -80,7 +80,7 @@ class CheckpointInfo(NamedTuple):
         tensors: by name, such as "model/head.weight" or "optimizer/head.weight/exp_avg".
     """
 
-    path: Place
+    path: Path | ObjectUrl
     step: int
     time: float
     world: int
@@ -142,10 +142,10 @@ def latest(root: os.PathLike[str]) -> Path | None: ...
 
 
 @overload
-def latest(root: str | ObjectUrl) -> Place | None: ...
+def latest(root: str | ObjectUrl) -> Path | ObjectUrl | None: ...
 
 
-def latest(root: AnyPlace) -> Place | None:
+def latest(root: AnyPlace) -> Path | ObjectUrl | None:
     """Return the complete checkpoint in ``root`` of the highest step; None if there is none.
 
     Of checkpoints of one step it is the one with the latest time. The file ``latest`` is for other
