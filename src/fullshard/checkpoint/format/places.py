@@ -127,10 +127,6 @@ class ObjectUrl:
         with self._asked("removed") as (filesystem, path), suppress(FileNotFoundError):
             filesystem.rm_file(path)
 
-    def upload(self, nbytes: int) -> NewObject:
-        """Return a new object of this size, to be written front to back."""
-        return NewObject(self, nbytes)
-
     def open_new(self, nbytes: int) -> Any:
         """Return fsspec's file for a new object of this size."""
         part = -(-nbytes // _MAX_PARTS)

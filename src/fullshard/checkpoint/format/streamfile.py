@@ -92,7 +92,7 @@ class StreamWriter:
         self._written_nbytes = 0  # of data
         self._digests: dict[str, list[str]] = {name: [] for name in self._places}
         self._is_finished = False
-        self._object: NewObject = url.upload(self._nbytes)
+        self._object = NewObject(url, self._nbytes)
         try:
             self._object.write(memoryview(self._header))
         except BaseException:

@@ -7,6 +7,7 @@ import inspect
 import tomllib
 import typing
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ _OTHERS = {
 _FLAGS = {"config_file": ("--config",), "resume": ("--resume",)}  # else derived from the name
 
 
+@cache
 def options() -> dict[str, Option]:
     """Return the options by name, each with its type and default."""
     hints = typing.get_type_hints(TrainConfig, include_extras=True)
