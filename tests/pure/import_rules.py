@@ -208,12 +208,12 @@ def _may_import(room: str, target: str, module: str) -> bool:
 
 
 def imports_past_a_face(files: Sequence[Source]) -> list[str]:
-    """Imports from inside of another sub-package, or of names that its ``__init__`` does not list.
+    """Imports from inside of another sub-package, or of what its ``__init__`` does not import.
 
     ``fullshard.optim.flat`` is a sub-package of the room ``optim``; tests may look inside.
     """
     faces = {
-        file.module: set(_listed(file))
+        file.module: {item.name for item in imports_of(file)}
         for file in files
         if file.path.endswith("__init__.py") and file.module.count(".") == 2
     }
@@ -225,14 +225,6 @@ def imports_past_a_face(files: Sequence[Source]) -> list[str]:
         if is_or_below(item.module, face) and not is_or_below(file.module, face)
         if item.module != face or item.name not in faces[face]
     ]
-
-
-def _listed(file: Source) -> list[str]:
-    """Return the names in the file's ``__all__``."""
-    for node in file.tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
-    return []
 
 
 def imports_of_torch(files: Iterable[Source], rooms: set[str]) -> list[str]:

@@ -15,8 +15,6 @@ from fullshard.cli.runs import export_command, generate_command
 from fullshard.cli.tracing import trace_command
 from fullshard.train.job import GroupedCommand, GroupedCommands, run_app, train_command
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,

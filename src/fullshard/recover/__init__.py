@@ -10,5 +10,3 @@ from __future__ import annotations
 from fullshard.recover.life import Life, Restart
 from fullshard.recover.microbatches import Microbatches
 from fullshard.recover.resilient import resilient
-
-__all__ = ["Life", "Microbatches", "Restart", "resilient"]

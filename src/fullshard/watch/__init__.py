@@ -8,14 +8,3 @@ from __future__ import annotations
 from fullshard.watch.reporting import await_verdict, begin, report_failure, report_half_step
 from fullshard.watch.step import HalfStep, Step, steps
 from fullshard.watch.watcher import watcher
-
-__all__ = [
-    "HalfStep",
-    "Step",
-    "begin",
-    "report_failure",
-    "report_half_step",
-    "await_verdict",
-    "steps",
-    "watcher",
-]

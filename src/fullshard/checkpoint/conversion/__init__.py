@@ -4,8 +4,3 @@ from __future__ import annotations
 
 from fullshard.checkpoint.conversion.compare import differences
 from fullshard.checkpoint.conversion.converting import convert
-
-__all__ = [
-    "convert",
-    "differences",
-]

@@ -4,10 +4,3 @@ from __future__ import annotations
 
 from fullshard.checkpoint.loading.loading import load, load_from
 from fullshard.checkpoint.loading.read import Reader, WantedPart
-
-__all__ = [
-    "Reader",
-    "WantedPart",
-    "load",
-    "load_from",
-]

@@ -14,21 +14,3 @@ from fullshard.checkpoint.saving.saving import (
     shared,
 )
 from fullshard.checkpoint.saving.write import CopyMemory
-
-__all__ = [
-    "Collected",
-    "CopyMemory",
-    "EXTRA_STATE",
-    "How",
-    "PendingSave",
-    "await_save",
-    "begin",
-    "collected",
-    "digests_of",
-    "merged",
-    "refuse_apart",
-    "save",
-    "save_collected",
-    "shared",
-    "shared_digests",
-]

@@ -22,27 +22,3 @@ from fullshard.checkpoint.state.optimizer import (
     sharded_optim_state_dict,
 )
 from fullshard.checkpoint.state.rows import Row, Tree, part_here, sharded, some
-
-__all__ = [
-    "Item",
-    "LoadPlanner",
-    "Row",
-    "Stepped",
-    "Tree",
-    "full_optim_state",
-    "full_optim_state_dict",
-    "full_state_dict",
-    "load_full_optim_state_dict",
-    "load_full_state_dict",
-    "load_into",
-    "load_sharded_optim_state_dict",
-    "load_sharded_state_dict",
-    "optim_state_to_load",
-    "part_here",
-    "sharded",
-    "sharded_optim_state",
-    "sharded_optim_state_dict",
-    "sharded_state_dict",
-    "singles_of",
-    "some",
-]

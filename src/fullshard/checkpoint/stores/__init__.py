@@ -10,13 +10,3 @@ from fullshard.checkpoint.stores.targets import (
     remove_unfinished_in,
     target_at,
 )
-
-__all__ = [
-    "Machines",
-    "SaveTarget",
-    "exists_at",
-    "lent",
-    "remove_at",
-    "remove_unfinished_in",
-    "target_at",
-]

@@ -5,11 +5,3 @@ from __future__ import annotations
 from fullshard.checkpoint.weights.load import Conversion, LoadedWeights, load_weights
 from fullshard.checkpoint.weights.save import save_weights
 from fullshard.checkpoint.weights.stream import stream_params
-
-__all__ = [
-    "Conversion",
-    "LoadedWeights",
-    "load_weights",
-    "save_weights",
-    "stream_params",
-]

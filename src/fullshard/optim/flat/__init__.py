@@ -5,12 +5,3 @@ from __future__ import annotations
 from fullshard.optim.flat.optimizer import ShardedOptimizer
 from fullshard.optim.flat.plan import align, gradients
 from fullshard.optim.flat.scalars import is_cut, is_cut_tensor, one_for_many
-
-__all__ = [
-    "ShardedOptimizer",
-    "align",
-    "gradients",
-    "is_cut",
-    "is_cut_tensor",
-    "one_for_many",
-]

@@ -4,9 +4,3 @@ from __future__ import annotations
 
 from fullshard.optim.muon.optimizer import Muon
 from fullshard.optim.muon.rule import MUON, choose
-
-__all__ = [
-    "MUON",
-    "Muon",
-    "choose",
-]

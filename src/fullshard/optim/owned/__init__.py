@@ -4,8 +4,3 @@ from __future__ import annotations
 
 from fullshard.optim.owned.assign import placement_of
 from fullshard.optim.owned.optimizer import OwnedOptimizer
-
-__all__ = [
-    "OwnedOptimizer",
-    "placement_of",
-]

@@ -23,26 +23,3 @@ from fullshard.optim.probe.subclasses import (
     unwrapped,
     wrapped,
 )
-
-__all__ = [
-    "BlockPiece",
-    "First",
-    "Probe",
-    "Shape",
-    "Traits",
-    "Unchanged",
-    "Units",
-    "held_by",
-    "keep_unchanged",
-    "loaded",
-    "padded_numel",
-    "plain",
-    "replace",
-    "scalar_keys_of",
-    "tensors_for_numbers",
-    "unheld",
-    "units_of",
-    "unwrapped",
-    "widened",
-    "wrapped",
-]

@@ -6,16 +6,3 @@ from fullshard.train.data.rows import IGNORED, Packed, Rows
 from fullshard.train.data.text import LEAST_TOKENS, MOST_TOKENS, Feed, TokenizedText, load_text
 from fullshard.train.data.tokenizer import PretrainedTokenizer
 from fullshard.train.data.tokenizing import END
-
-__all__ = [
-    "END",
-    "Feed",
-    "IGNORED",
-    "LEAST_TOKENS",
-    "MOST_TOKENS",
-    "Packed",
-    "PretrainedTokenizer",
-    "Rows",
-    "TokenizedText",
-    "load_text",
-]

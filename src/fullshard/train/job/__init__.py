@@ -8,15 +8,3 @@ from fullshard.train.job.helping import GroupedCommand, GroupedCommands
 from fullshard.train.job.launch import default_nproc, start_workers
 from fullshard.train.job.options import flag
 from fullshard.train.job.planned import plan_of
-
-__all__ = [
-    "FinishedRun",
-    "GroupedCommand",
-    "GroupedCommands",
-    "default_nproc",
-    "plan_of",
-    "run_app",
-    "start_workers",
-    "train_command",
-    "flag",
-]

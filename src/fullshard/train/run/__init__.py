@@ -33,36 +33,3 @@ from fullshard.train.run.saves import Saves
 from fullshard.train.run.signals import Stopping, stopping
 from fullshard.train.run.trackers import check_tracker, tracker_of
 from fullshard.train.run.weights import weights_key
-
-__all__ = [
-    "HeldOut",
-    "MetricsFile",
-    "Origin",
-    "Reporter",
-    "RunDir",
-    "RunLock",
-    "Saves",
-    "StepRecord",
-    "Stopping",
-    "begin_wire_check",
-    "check_continues",
-    "check_frozen",
-    "check_tracker",
-    "describe",
-    "difference",
-    "draw_loss",
-    "drop_after",
-    "end_wire_check",
-    "origin_of",
-    "peak_memory_nbytes",
-    "plain_console",
-    "read_best",
-    "read_metrics",
-    "read_origin",
-    "recording",
-    "shard_nbytes",
-    "stopping",
-    "tracker_of",
-    "waited_s",
-    "weights_key",
-]

@@ -4,13 +4,3 @@ from __future__ import annotations
 
 from fullshard.train.tune.adapters import add_adapters, check_peft, merge_adapters, save_adapters
 from fullshard.train.tune.quantized import check_bitsandbytes, conversions, quantize_linears
-
-__all__ = [
-    "add_adapters",
-    "check_bitsandbytes",
-    "check_peft",
-    "conversions",
-    "merge_adapters",
-    "quantize_linears",
-    "save_adapters",
-]
