@@ -24,7 +24,7 @@ from bench import rounds, schedule
 from bench.models import GPT, Shape
 from fullshard.checkpoint import list_checkpoints
 from fullshard.checkpoint.format import placement as entries
-from fullshard.checkpoint.format.datafile import DataFile, FileWriter, LocalFile
+from fullshard.checkpoint.format.datafile import DataFile, DataWriter, LocalFile
 from fullshard.checkpoint.format.examine import described
 from fullshard.checkpoint.format.manifest import MANIFEST, Contents, FileInfo, Manifest
 from fullshard.checkpoint.format.placement import Grid, TensorEntry
@@ -168,7 +168,7 @@ def _stored(world: int) -> Iterator[tuple[Path, Manifest]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank-00000.safetensors"
         parts = {f"model/blocks.{n}.weight": (torch.float32, (1, 16)) for n in range(TENSORS)}
-        with FileWriter(path, parts) as file:
+        with DataWriter(path, parts) as file:
             for name in parts:
                 file.put(name, 0, torch.zeros(64, dtype=torch.uint8))
             nbytes, digest = file.finish()

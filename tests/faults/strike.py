@@ -112,7 +112,7 @@ def _disk_full(_: Fault) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    datafile.FileWriter.put = full  # type: ignore[method-assign]
+    datafile.DataWriter.put = full  # type: ignore[method-assign]
     dcp.FileSystemWriter.write_data = full
 
 

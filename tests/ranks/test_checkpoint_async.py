@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import checkpoint, unshard_params
-from fullshard.checkpoint.format.datafile import FileWriter
+from fullshard.checkpoint.format.datafile import DataWriter
 from fullshard.checkpoint.saving import write as writing
 from fullshard.checkpoint.saving.pending import await_save
 from fullshard.device import host_tensor
@@ -55,14 +55,14 @@ def trains(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
 @contextmanager
 def disk(do: Callable[[str], object]) -> Iterator[None]:
     """Call ``do`` with the name of a part before a chunk of it is written."""
-    put = FileWriter.put
+    put = DataWriter.put
 
-    def slow(writer: FileWriter, name: str, start: int, data: Tensor) -> None:
+    def slow(writer: DataWriter, name: str, start: int, data: Tensor) -> None:
         do(name)
         put(writer, name, start, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileWriter, "put", slow)
+        patch.setattr(DataWriter, "put", slow)
         yield
 
 

@@ -108,7 +108,7 @@ def set_in_manifest(path: Path, key: str, value: Any) -> None:
 
 REPLACED = {
     "another format": ("fullshard ", "other "),
-    "a later version": ('"version":1', '"version":2'),
+    "a later version": ('"version":2', '"version":3'),
     "missing fields": ('"files"', '"flies"'),
     "another shape": ("[96,64]", "[64,96]"),
     "files elsewhere": ('"rank-', '"../x/rank-'),
@@ -216,7 +216,7 @@ def test_anyone_can_read_the_files(root: Path) -> None:
     found = load_file(root / "step-2" / DATA)
     for name, value in model.state_dict().items():
         assert torch.equal(found[f"model/{name}"], value)
-    assert len(found) == 4 + 3 * 4  # exp_avg, exp_avg_sq and step
+    assert len(found) == 4 + 3 * 4 + 1  # exp_avg, exp_avg_sq and step; digests
 
 
 def test_nothing_that_was_pickled_is_read(root: Path) -> None:
@@ -282,7 +282,7 @@ def bug(*_: Any) -> None:
 
 
 TROUBLE: dict[str, tuple[Any, ...]] = {
-    "full disk": (datafile.FileWriter, "put", full_disk),
+    "full disk": (datafile.DataWriter, "put", full_disk),
     "bug in an optimizer": (torch.optim.AdamW, "state_dict", bug),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import checkpoint
-from fullshard.checkpoint.format.manifest import MANIFEST
+from fullshard.checkpoint.format.manifest import MANIFEST, digest_of
 from fullshard.cli import main
 from fullshard.errors import CheckpointError, ConfigError, FullshardError
 from tests.ranks import object_kills
@@ -72,14 +73,32 @@ def test_a_store_keeps_every_layout_bit_for_bit(
     assert all(pool.run(3, loads, loaded.replace("_", " "), folder))
 
 
+def to_version_1(path: Path) -> None:
+    """Rewrite a checkpoint as version 1 of the format had it: digests in the headers of files."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["digest"]
+    for file in manifest["files"]:
+        data = (path / file["name"]).read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        tensors = json.loads(data[8:end])
+        start, stop = tensors.pop("digests")["data_offsets"]
+        assert not any(name.startswith("padding-") for name in tensors)
+        tensors["__metadata__"]["digests"] = data[end + start : end + stop].hex()
+        header = json.dumps(tensors).encode()
+        header = len(header).to_bytes(8, "little") + header
+        (path / file["name"]).write_bytes(header + data[end : end + start])
+        file["digest"], file["nbytes"] = digest_of(header), len(header) + start
+    body = json.dumps({**manifest, "version": 1}, separators=(",", ":"))
+    (path / MANIFEST).write_text(f'{body[:-1]},"digest":"{digest_of(body.encode())}"}}\n')
+
+
 def test_files_of_a_folder_load_from_a_store_and_the_other_way_round(tmp_path: Path) -> None:
-    """A folder has version 1 of the format, a store version 2; each is read in both places."""
     model, optimizer = alone(1)
-    checkpoint.save(tmp_path / "folder", model, optimizer, step=1)
-    assert b'"version":1' in (tmp_path / "folder" / MANIFEST).read_bytes()
+    for name in ("folder", "old"):
+        checkpoint.save(tmp_path / name, model, optimizer, step=1)
+    to_version_1(tmp_path / "old")
     checkpoint.save(url_of(tmp_path / "store"), model, optimizer, step=1)
-    assert b'"version":2' in (tmp_path / "store" / MANIFEST).read_bytes()
-    for name in ("folder", "store"):
+    for name in ("folder", "old", "store"):
         uploads = shutil.ignore_patterns(".uploads")
         shutil.copytree(tmp_path / name, tmp_path / "copy", ignore=uploads)
         for place in (tmp_path / "copy", url_of(tmp_path / "copy")):
@@ -89,6 +108,10 @@ def test_files_of_a_folder_load_from_a_store_and_the_other_way_round(tmp_path: P
             assert same(everything(other, its), everything(model, optimizer))
             assert list(checkpoint.differences(place, tmp_path / "folder")) == []
         shutil.rmtree(tmp_path / "copy")
+    (data,) = (tmp_path / "old").glob("rank*")
+    flips(data, -1)
+    with pytest.raises(CheckpointError, match="are not what was written"):
+        checkpoint.verify(tmp_path / "old")
 
 
 def test_data_of_all_alignments_are_read_by_safetensors(tmp_path: Path) -> None:

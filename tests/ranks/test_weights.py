@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard import FullyShardedDataParallel, Ragged, checkpoint
-from fullshard.checkpoint.format import datafile
+from fullshard.checkpoint.format import NewFile
 from fullshard.checkpoint.weights import load as importing
 from fullshard.checkpoint.weights import save as exporting
 from fullshard.checkpoint.weights.names import StoredReader, stored_tensors
@@ -491,7 +491,7 @@ def saves_with_trouble(path: Path) -> str:
             def full(*_: Any) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-            patch.setattr(datafile, "write_all", full)
+            patch.setattr(NewFile, "write", full)
         patch.setattr(exporting, "_BUFFER_NBYTES", 1 << 12)
         patch.setattr(exporting, "_SMALLEST_FILE_NBYTES", 1 << 12)
         with pytest.raises(CheckpointError) as found:

@@ -28,8 +28,8 @@ from fullshard.checkpoint.format import (
     MANIFEST,
     UNFINISHED,
     Contents,
+    DataWriter,
     FileInfo,
-    FileWriter,
     Grid,
     Manifest,
     TensorEntry,
@@ -180,7 +180,7 @@ def _write_ours(
     name = "rank-00000.safetensors"
     written = {name: leaf for name, leaf in leaves.items() if leaf.nbytes}
     kinds = {name: (leaf.dtype, leaf.shape) for name, leaf in written.items()}
-    with FileWriter(unfinished / name, kinds) as file:
+    with DataWriter(unfinished / name, kinds) as file:
         for own, leaf in written.items():
             data = flat_bytes(leaf.read())
             for start in range(0, data.nbytes, CHUNK_NBYTES):

@@ -20,15 +20,14 @@ from fullshard.checkpoint.format.datafile import (
     CHUNK_NBYTES,
     Bytes,
     DataFile,
-    FileWriter,
-    PartsWriter,
+    DataWriter,
+    ObjectFile,
     array_of,
     bytes_of,
     digests_of_blocks,
     dtype_of,
     flat_bytes,
     name_of,
-    write_all,
 )
 from fullshard.checkpoint.format.examine import (
     ASIDE_OBJECT,
@@ -54,8 +53,6 @@ from fullshard.checkpoint.format.examine import (
     verify,
 )
 from fullshard.checkpoint.format.manifest import (
-    IN_FOLDERS,
-    IN_OBJECTS,
     MANIFEST,
     Contents,
     FileInfo,
@@ -69,11 +66,11 @@ from fullshard.checkpoint.format.manifest import (
 from fullshard.checkpoint.format.placement import Grid, TensorEntry, ranks_to_json
 from fullshard.checkpoint.format.places import (
     AnyPlace,
-    NewObject,
+    NewFile,
     ObjectUrl,
     Place,
     folder_of,
+    new_file,
     place_of,
 )
-from fullshard.checkpoint.format.streamfile import ObjectFile, StreamWriter
 from fullshard.checkpoint.format.values import decode, encode

@@ -1,13 +1,14 @@
-"""The data files of a checkpoint: safetensors, whose headers hold a digest of each block of data.
+"""The data files of a checkpoint: safetensors, which hold a digest of each block of data.
 
     8 bytes     length of the header
-    header      JSON: for each tensor its dtype, the shape of this rank's part, and its bytes;
-                "__metadata__": the digests, one after the other
-    data        the tensors' bytes, without gaps
+    header      JSON: for each tensor its dtype, the shape of this rank's part, and its bytes
+    data        the tensors' bytes, without gaps; "padding-0" and its like align the next tensor
+    "digests"   the last tensor: the digests of all blocks before, 8 bytes each
 
-This is version 1 of the format, of folders; ``streamfile`` has version 2, of object stores, and
-``DataFile`` reads both. Blocks belong to one tensor each, whose last one may be short. The
-manifest has the digest of the header, so it vouches for every byte of the file.
+A block belongs to one tensor; the last block of a tensor may be short. The manifest has the digest
+of the header and that of the tensor "digests", one after the other, so it vouches for every byte of
+the file. Files of version 1 have the digests in the header, as its "__metadata__"; ``DataFile``
+reads both versions.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 
 from fullshard.checkpoint.format.manifest import FileInfo, FilePart, digest_of
-from fullshard.errors import CheckpointError, UnsupportedError
+from fullshard.checkpoint.format.places import ObjectUrl, Place, new_file
+from fullshard.errors import CheckpointError, ProtocolError, UnsupportedError
 
 BLOCK_NBYTES = 1 << 15
 """Size of the blocks; a multiple of every element's size."""
@@ -34,9 +36,9 @@ CHUNK_NBYTES = 128 * BLOCK_NBYTES
 """Bytes that are read or written at once."""
 
 DIGESTS, PADDING = "digests", "padding-"
-"""Names of tensors in files of version 2 that belong to no model."""
+"""Names of tensors that belong to no model."""
 
-_SYNC_NBYTES = 256 << 20  # so that no flush takes long
+_ALIGN = 8  # complex128 is stored as pairs
 _DIGEST = 16  # characters
 _HEADER_DIGEST = 32
 _CODES: dict[torch.dtype, str] = {
@@ -117,97 +119,76 @@ def array_of(tensor: Tensor) -> Any:
     return tensor.numpy()
 
 
-class PartsWriter(Protocol):
-    """A new data file of a rank, in a ``with`` block."""
-
-    def __enter__(self) -> PartsWriter: ...
-
-    def __exit__(self, *_: object) -> None:
-        """Close the file; one that is not finished is given up."""
-
-    def put(self, name: str, start: int, data: Tensor) -> None:
-        """Write a chunk of a part."""
-
-    def finish(self) -> tuple[int, str]:
-        """End the file; return its size and its digest in the manifest."""
-        ...
-
-    def digest(self, name: str) -> str:
-        """Return the digest of a part whose data were put."""
-        ...
-
-
-class FileWriter:
-    """A new data file, whose data come in chunks, in any order.
+class DataWriter:
+    """A new data file, whose data come in order; a context.
 
     Args:
-        path: the file.
-        parts: for each part that the rank writes its dtype and its shape, by name.
+        path: the file or object.
+        parts: for each part that the rank writes its dtype and its shape, by name, in the order in
+            which their data come.
 
     Raises:
-        OSError: here and in all methods.
+        OSError, CheckpointError: here and in all methods; it cannot be written.
     """
 
-    def __init__(self, path: Path, parts: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
-        # Large elements first, so that every tensor is aligned to its elements.
-        self._parts = sorted(parts.items(), key=lambda item: -item[1][0].itemsize)
-        self._offsets: dict[str, int] = {}  # of data in the file
-        self._digests: dict[str, list[str]] = {}  # of blocks
-        nbytes = 0
-        for name, (dtype, shape) in self._parts:
-            self._offsets[name] = nbytes
-            size = math.prod(shape) * dtype.itemsize
-            self._digests[name] = ["0" * _DIGEST] * num_blocks(size)
-            nbytes += size
-        header_nbytes = len(self._header())
-        self._offsets = {name: header_nbytes + at for name, at in self._offsets.items()}
-        self._nbytes = header_nbytes + nbytes
-        self._unsynced_nbytes = 0
-        self._file = path.open("xb", buffering=0)
+    def __init__(self, path: Place, parts: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+        tensors: list[tuple[str, torch.dtype, Sequence[int]]] = []
+        self._places: dict[str, tuple[int, int]] = {}
+        offset = blocks = 0
+        for name, (dtype, shape) in parts.items():
+            gap = -offset % min(dtype.itemsize, _ALIGN)
+            if gap:
+                padding = f"{PADDING}{len(tensors)}"
+                tensors.append((padding, torch.uint8, (gap,)))
+                self._places[padding] = offset, offset + gap
+                offset, blocks = offset + gap, blocks + 1
+            tensors.append((name, dtype, shape))
+            nbytes = math.prod(shape) * dtype.itemsize
+            self._places[name] = offset, offset + nbytes
+            offset, blocks = offset + nbytes, blocks + num_blocks(nbytes)
+        tensors.append((DIGESTS, torch.uint8, (8 * blocks,)))
+        self._header = header_of(tensors, {"block_nbytes": str(BLOCK_NBYTES)})
+        self._written_nbytes = 0  # of data
+        self._digests: dict[str, list[str]] = {name: [] for name in self._places}  # of blocks
+        self._file = new_file(path, len(self._header) + offset + 8 * blocks, self._header)
 
-    def __enter__(self) -> FileWriter:
+    def __enter__(self) -> DataWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def put(self, name: str, start: int, data: Tensor) -> None:
-        """Write a chunk of a part.
+        """Write the next chunk of a part.
 
         Args:
             name: the part.
             start: where the chunk begins in it, in bytes; a multiple of ``CHUNK_NBYTES``.
             data: bytes on the CPU, ``CHUNK_NBYTES`` or the rest of the part.
         """
-        view = memoryview(array_of(data))
-        first = start // BLOCK_NBYTES
-        self._digests[name][first : first + num_blocks(len(view))] = digests_of_blocks(view)
-        self._write(self._offsets[name] + start, view)
-        self._unsynced_nbytes += len(view)
-        if self._unsynced_nbytes > _SYNC_NBYTES:
-            os.fsync(self._file.fileno())
-            self._unsynced_nbytes = 0
+        at = self._places[name][0] + start
+        if self._written_nbytes < at:
+            gap = f"{PADDING}{[*self._places].index(name) - 1}"
+            if start or self._places.get(gap) != (self._written_nbytes, at):
+                raise ProtocolError(f"{name}: byte {start} is not what comes next in the file")
+            self._put(gap, memoryview(bytes(at - self._written_nbytes)))
+        self._put(name, memoryview(array_of(data)))
 
     def finish(self) -> tuple[int, str]:
-        """Write the header and flush the file; return its size and its header's digest."""
-        header = self._header()
-        self._write(0, memoryview(header))
-        os.fsync(self._file.fileno())
-        return self._nbytes, digest_of(header)
+        """Write the digests and let the file appear; return its size and its two digests."""
+        stored = bytes.fromhex("".join(one for own in self._digests.values() for one in own))
+        self._file.write(memoryview(stored))
+        self._file.close()
+        return self._file.nbytes, digest_of(self._header) + digest_of(stored)
 
     def digest(self, name: str) -> str:
         """Return the digest of a part whose data were put: of the digests of its blocks."""
         return digest_of("".join(self._digests[name]).encode())
 
-    def _header(self) -> bytes:
-        digests = "".join(one for name, _ in self._parts for one in self._digests[name])
-        metadata = {"block_nbytes": str(BLOCK_NBYTES), "digests": digests}
-        return header_of([(name, dtype, shape) for name, (dtype, shape) in self._parts], metadata)
-
-    def _write(self, offset: int, data: memoryview) -> None:
-        while data:
-            count = os.pwrite(self._file.fileno(), data, offset)
-            offset, data = offset + count, data[count:]
+    def _put(self, name: str, data: memoryview) -> None:
+        self._digests[name] += digests_of_blocks(data)
+        self._file.write(data)
+        self._written_nbytes += len(data)
 
 
 def digests_of_blocks(data: memoryview) -> list[str]:
@@ -217,12 +198,6 @@ def digests_of_blocks(data: memoryview) -> list[str]:
 
 def _blocks(data: memoryview) -> Iterator[memoryview]:
     return (data[at : at + BLOCK_NBYTES] for at in range(0, len(data), BLOCK_NBYTES))
-
-
-def write_all(file: BinaryIO, data: memoryview) -> None:
-    """Write all of ``data`` to a file without a buffer."""
-    while data:
-        data = data[file.write(data) :]
 
 
 def header_of(
@@ -300,6 +275,31 @@ class LocalFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class ObjectFile:
+    """The bytes of an object.
+
+    Raises:
+        CheckpointError: the object is not there, or the store cannot be reached.
+    """
+
+    def __init__(self, url: ObjectUrl) -> None:
+        self.name = str(url)
+        self._url = url
+        self.nbytes = url.nbytes()
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with what is at ``offset``, or raise ``CheckpointError``."""
+        if not into.nbytes:
+            return
+        data = self._url.read_range(offset, offset + into.nbytes)
+        if len(data) != into.nbytes:
+            raise CheckpointError(f"{self.name}: ends at byte {offset + len(data)}")
+        into[:] = data
+
+    def close(self) -> None:
+        """Return at once: each read is a request of its own."""
 
 
 class DataFile:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, overload
 
 from torch.distributed.tensor import Placement
 
-from fullshard.checkpoint.format.datafile import Bytes, DataFile, LocalFile
+from fullshard.checkpoint.format.datafile import Bytes, DataFile, LocalFile, ObjectFile
 from fullshard.checkpoint.format.manifest import MANIFEST, FileInfo, Manifest, digest_in
 from fullshard.checkpoint.format.places import (
     AnyPlace,
@@ -33,7 +33,6 @@ from fullshard.checkpoint.format.places import (
     is_out_of_reach,
     place_of,
 )
-from fullshard.checkpoint.format.streamfile import ObjectFile
 from fullshard.errors import CheckpointError
 
 LATEST = "latest"

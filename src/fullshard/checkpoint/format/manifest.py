@@ -31,8 +31,8 @@ from fullshard.errors import CheckpointError
 from fullshard.layout.region import Region
 
 FORMAT = "fullshard checkpoint"
-IN_FOLDERS, IN_OBJECTS = 1, 2
-"""Versions of the format: data files have their digests in the header, or at the end."""
+VERSION = 2
+"""Of the format that is written; version 1 is read, too."""
 MANIFEST = "manifest.json"
 _DIGEST = 32  # characters
 
@@ -44,8 +44,8 @@ class FileInfo(NamedTuple):
         name: in the checkpoint's folder.
         rank: the rank that wrote it.
         nbytes: its size.
-        digest: the digest of its header, which has the digests of all data; in version 2 the digest
-            of its header and that of its tensor "digests".
+        digest: the digest of its header and that of its tensor "digests"; in version 1 the digest
+            of its header, which has the digests of all data.
         contents: the number of the rank's contents.
     """
 
@@ -140,7 +140,6 @@ class Manifest:
         contents: the contents of all ranks, each once.
         files: one for each rank, in their order.
         extra: what the caller added.
-        version: of the format.
     """
 
     step: int
@@ -149,7 +148,6 @@ class Manifest:
     contents: Sequence[Contents]
     files: Sequence[FileInfo]
     extra: Any
-    version: int = IN_FOLDERS
 
     @cached_property
     def _held(self) -> dict[str, list[tuple[TensorEntry, set[int]]]]:
@@ -235,7 +233,7 @@ class Manifest:
         """Return the manifest as a file, which ends with the digest of all that is before."""
         stored = {
             "format": FORMAT,
-            "version": self.version,
+            "version": VERSION,
             "step": self.step,
             "time": self.time,
             "versions": self.versions,
@@ -259,10 +257,10 @@ class Manifest:
             kind, version = stored["format"], stored["version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"no manifest of a checkpoint of fullshard ({error})") from None
-        if kind != FORMAT or version not in (IN_FOLDERS, IN_OBJECTS):
+        if kind != FORMAT or version not in (1, VERSION):
             raise CheckpointError(
                 f"it is a {kind!r} of version {version!r}; this version of fullshard reads a "
-                f"{FORMAT!r} of version {IN_FOLDERS} or {IN_OBJECTS}"
+                f"{FORMAT!r} of version 1 or {VERSION}"
             )
         text, mark, end = decoded.rpartition(',"digest":"')
         if not mark or end != f'{digest_of((text + "}").encode())}"}}\n':
@@ -276,7 +274,6 @@ class Manifest:
                 contents=[contents_from_json(one, len(files)) for one in stored["contents"]],
                 files=[_file(rank, file, stored) for rank, file in enumerate(files)],
                 extra=decode(stored["extra"]),
-                version=version,
             )
             if not math.isfinite(manifest.time) or not isinstance(manifest.versions, dict):
                 raise CheckpointError("its time or its versions do not follow its format")
@@ -298,8 +295,6 @@ def _file(rank: int, stored: Any, manifest: Any) -> FileInfo:
     file = FileInfo(**stored)
     is_plain = PurePath(file.name).name == file.name and file.name not in ("", "..")
     is_plain = is_plain and file.name.isprintable()  # no NUL, no half of a surrogate pair
-    is_in_objects = len(file.digest) == 2 * _DIGEST
-    is_plain = is_plain and is_in_objects == (manifest["version"] == IN_OBJECTS)
     if not is_plain or file.rank != rank or not 0 <= file.contents < len(manifest["contents"]):
         raise CheckpointError(f"file {file.name!r} of rank {file.rank}")
     return file

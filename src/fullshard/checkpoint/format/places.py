@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 from fullshard.errors import CheckpointError, ConfigError, FullshardError
 
+_SYNC_NBYTES = 256 << 20  # so that no flush takes long
 _PART_NBYTES = 32 << 20
 _MAX_PARTS = 9_000  # S3 takes 10,000 in one upload
 _PART_MULTIPLE = 1 << 18  # GCS takes multiples of this
@@ -159,34 +161,94 @@ class ObjectUrl:
         return filesystem, path
 
 
-class NewObject:
-    """A new object that is written front to back, and appears when it is finished."""
+class NewFile(ABC):
+    """A new file that is written front to back, and complete once all its bytes are written.
+
+    Args:
+        nbytes: the size of the file.
+
+    Raises:
+        OSError, CheckpointError: here and in all methods; it cannot be written.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._left_nbytes = nbytes
+        self._is_open = True
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write the next bytes."""
+        self._write(memoryview(data))
+        self._left_nbytes -= len(data)
+
+    def close(self) -> None:
+        """End the file, or give it up if bytes are missing; do nothing the second time."""
+        is_open, self._is_open = self._is_open, False
+        if is_open:
+            self._close(is_complete=self._left_nbytes == 0)
+
+    @abstractmethod
+    def _write(self, data: memoryview) -> None: ...
+
+    @abstractmethod
+    def _close(self, *, is_complete: bool) -> None: ...
+
+
+class _LocalFile(NewFile):
+    """A new file in a folder; a complete one is flushed, and others stay there."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._file = path.open("xb", buffering=0)
+        self._unsynced_nbytes = 0
+
+    def _write(self, data: memoryview) -> None:
+        self._unsynced_nbytes += len(data)
+        while data:
+            data = data[self._file.write(data) :]
+        if self._unsynced_nbytes > _SYNC_NBYTES:
+            os.fsync(self._file.fileno())
+            self._unsynced_nbytes = 0
+
+    def _close(self, *, is_complete: bool) -> None:
+        with self._file:
+            if is_complete:
+                os.fsync(self._file.fileno())
+
+
+class _NewObject(NewFile):
+    """A new object, which appears when it is complete."""
 
     def __init__(self, url: ObjectUrl, nbytes: int) -> None:
+        super().__init__(nbytes)
         self._url = url
-        self._nbytes = nbytes
         with explained(url, "written"):
             self._file = url.open_new(nbytes)
 
-    def write(self, data: memoryview) -> None:
-        """Write the next bytes."""
+    def _write(self, data: memoryview) -> None:
         with explained(self._url, "written"):
             count = self._file.write(data)
             if count not in (None, len(data)):
                 raise CheckpointError(f"{self._url}: {count} of {len(data)} bytes were written")
 
-    def finish(self) -> None:
-        """Let the object appear, and check its size."""
-        with explained(self._url, "written"):
-            self._file.close()
-        found = self._url.nbytes()
-        if found != self._nbytes:
-            raise CheckpointError(
-                f"{self._url}: has {found} bytes in the store, {self._nbytes} were written; save "
-                "again"
-            )
+    def _close(self, *, is_complete: bool) -> None:
+        if not is_complete:
+            self._give_up()
+            return
+        try:
+            with explained(self._url, "written"):
+                self._file.close()
+            found = self._url.nbytes()
+            if found != self.nbytes:
+                raise CheckpointError(
+                    f"{self._url}: has {found} bytes in the store, {self.nbytes} were written; "
+                    "save again"
+                )
+        except BaseException:
+            self._give_up()
+            raise
 
-    def discard(self) -> None:
+    def _give_up(self) -> None:
         """Give up the upload, as far as the store can."""
         with suppress(Exception):
             self._file.discard()
@@ -216,6 +278,21 @@ def place_of(path: AnyPlace) -> Place:
             raise ConfigError(f"{folder}: pathlib removed a slash of this URL; give it as a str")
         return folder
     return ObjectUrl.of(path)
+
+
+def new_file(path: Place, nbytes: int, start: bytes = b"") -> NewFile:
+    """Return a new file or object of ``nbytes`` bytes, which begins with ``start``."""
+    file: NewFile
+    if isinstance(path, ObjectUrl):
+        file = _NewObject(path, nbytes)
+    else:
+        file = _LocalFile(path, nbytes)
+    try:
+        file.write(start)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def folder_of(path: AnyPlace, what: str) -> Path:

@@ -313,7 +313,6 @@ class _Saving:
                 for rank, one in enumerate(said)
             ],
             extra=self._extra,
-            version=self._target.version,
         )
         manifest.check()
         return manifest

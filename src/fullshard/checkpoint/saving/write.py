@@ -15,7 +15,7 @@ from torch import Tensor
 from fullshard._torch import autograd as _autograd
 from fullshard.checkpoint.format import (
     CHUNK_NBYTES,
-    PartsWriter,
+    DataWriter,
     array_of,
     digest_of,
     digests_of_blocks,
@@ -157,7 +157,7 @@ class Writing:
         self._is_awaited.set()
 
     def run(
-        self, opened: Callable[[Kinds], PartsWriter], pace: Pace | None = None
+        self, opened: Callable[[Kinds], DataWriter], pace: Pace | None = None
     ) -> tuple[int, str]:
         """Write the file; return its size and its digest in the manifest.
 
@@ -182,7 +182,7 @@ class Writing:
             self._parts, self._watched = {}, {}
             self.release()
 
-    def _put_all(self, file: PartsWriter, pace: Pace | None) -> None:
+    def _put_all(self, file: DataWriter, pace: Pace | None) -> None:
         copies: deque[_Chunk] = deque()
         try:
             self._put_chunks(file, pace, copies)
@@ -190,7 +190,7 @@ class Writing:
             for copy in copies:
                 self._memory.give_back(copy.data)
 
-    def _put_chunks(self, file: PartsWriter, pace: Pace | None, copies: deque[_Chunk]) -> None:
+    def _put_chunks(self, file: DataWriter, pace: Pace | None, copies: deque[_Chunk]) -> None:
         def put(chunk: _Chunk) -> None:
             file.put(*chunk)
             if pace is not None:

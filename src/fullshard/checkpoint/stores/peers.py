@@ -11,10 +11,10 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
-from fullshard.checkpoint.format import CHUNK_NBYTES, write_all
+from fullshard.checkpoint.format import CHUNK_NBYTES, new_file
 from fullshard.comm.heartbeat import stall_s
 from fullshard.errors import CheckpointError, UnsupportedError
 
@@ -214,12 +214,11 @@ def copy(source: PeerFile, target: Path) -> None:
         OSError: it cannot be written.
     """
     memory = memoryview(bytearray(min(CHUNK_NBYTES, source.nbytes)))
-    with target.open("xb", buffering=0) as file:
+    with closing(new_file(target, source.nbytes)) as file:
         for offset in range(0, source.nbytes, CHUNK_NBYTES):
             data = memory[: source.nbytes - offset]
             source.read(offset, data)
-            write_all(file, data)
-        os.fsync(file.fileno())
+            file.write(data)
 
 
 def _receive(connection: socket.socket, into: memoryview) -> bool:

@@ -20,16 +20,12 @@ from typing import Protocol
 import torch
 
 from fullshard.checkpoint.format import (
-    IN_FOLDERS,
-    IN_OBJECTS,
     MANIFEST,
     UNFINISHED,
+    DataWriter,
     FileInfo,
-    FileWriter,
     ObjectUrl,
-    PartsWriter,
     Place,
-    StreamWriter,
     make_folder,
     publish,
     refuse_name,
@@ -52,8 +48,6 @@ class SaveTarget(Protocol):
     """The place of a new checkpoint."""
 
     machines: Machines
-    version: int
-    """Of the format that is written there."""
 
     @property
     def path(self) -> Place:
@@ -78,7 +72,7 @@ class SaveTarget(Protocol):
         """Return the name of the data file of ``rank``."""
         ...
 
-    def writer(self, save: str, name: str, parts: Parts) -> PartsWriter:
+    def writer(self, save: str, name: str, parts: Parts) -> DataWriter:
         """Return the new data file of this rank."""
         ...
 
@@ -105,8 +99,6 @@ class FolderTarget:
         appears: gives a complete folder the name ``path`` on this machine, whatever has that name.
             None: nothing may have it.
     """
-
-    version = IN_FOLDERS
 
     def __init__(
         self,
@@ -136,12 +128,12 @@ class FolderTarget:
         """Return the name of the data file of ``rank``."""
         return f"rank-{rank:05d}.safetensors"
 
-    def writer(self, save: str, name: str, parts: Parts) -> FileWriter:
+    def writer(self, save: str, name: str, parts: Parts) -> DataWriter:
         """Return the new data file of this rank."""
         unfinished = self.path.with_name(save)
         if self.machines.own:
             unfinished.mkdir(exist_ok=True)  # the first rank has made that of its machine
-        return FileWriter(unfinished / name, parts)
+        return DataWriter(unfinished / name, parts)
 
     def copy(self, council: Council, save: str, files: Sequence[FileInfo]) -> None:
         """Copy data files to the next machines."""
@@ -170,8 +162,6 @@ class ObjectTarget:
             None: there may be no checkpoint at the URL.
     """
 
-    version = IN_OBJECTS
-
     def __init__(self, path: ObjectUrl, council: Council, replaces: int | None = None) -> None:
         self.path = path
         self.machines = Machines.sharing(council)
@@ -195,9 +185,9 @@ class ObjectTarget:
         """Return the name of the data file of ``rank``."""
         return objects.data_name(save, rank)
 
-    def writer(self, save: str, name: str, parts: Parts) -> StreamWriter:
+    def writer(self, save: str, name: str, parts: Parts) -> DataWriter:
         """Return the new data file of this rank."""
-        return StreamWriter(self.path / name, parts)
+        return DataWriter(self.path / name, parts)
 
     def copy(self, council: Council, save: str, files: Sequence[FileInfo]) -> None:
         """Return at once: the store keeps copies of its own."""

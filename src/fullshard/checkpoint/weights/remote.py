@@ -1,4 +1,4 @@
-"""Safetensors files in object stores: read by ranges, written front to back."""
+"""Safetensors files in object stores: read by ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fullshard.checkpoint.format import NewObject, ObjectFile, ObjectUrl, Place, datafile
+from fullshard.checkpoint.format import ObjectFile, ObjectUrl, Place, datafile
 from fullshard.errors import CheckpointError
 
 _LARGEST_READ_NBYTES = 32 << 20
@@ -126,27 +126,6 @@ class RemoteWeights:
         """Return all of a tensor."""
         own = self._tensors[name]
         return own.read([slice(0, size) for size in own.shape])
-
-
-class RemoteWriter:
-    """A new file of weights in an object store, which appears if all bytes were written."""
-
-    def __init__(self, url: ObjectUrl, nbytes: int) -> None:
-        self._object = NewObject(url, nbytes)
-        self._left_nbytes = nbytes
-
-    def write(self, data: memoryview) -> int:
-        """Write the next bytes; return their number."""
-        self._object.write(data)
-        self._left_nbytes -= len(data)
-        return len(data)
-
-    def close(self) -> None:
-        """End the upload, or give it up if bytes are missing."""
-        if self._left_nbytes:
-            self._object.discard()
-        else:
-            self._object.finish()
 
 
 def upload_folder(folder: Path, url: ObjectUrl) -> None:

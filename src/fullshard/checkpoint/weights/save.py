@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,13 @@ from fullshard.checkpoint.format import (
     AnyPlace,
     FileInfo,
     Manifest,
+    NewFile,
     ObjectUrl,
     Place,
     datafile,
     flush_folder,
     make_folder,
+    new_file,
     place_of,
     write_flushed,
 )
@@ -49,7 +50,7 @@ from fullshard.checkpoint.weights.names import (
     pretrained,
     stored_tensors,
 )
-from fullshard.checkpoint.weights.remote import RemoteWriter, upload_folder
+from fullshard.checkpoint.weights.remote import upload_folder
 from fullshard.comm.blocking import all_to_all_bytes
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
@@ -412,7 +413,7 @@ class _Writer:
         self._parts = parts
         self._rank, self._world = council.rank, council.world
         self._folder = folder
-        self._file: Any = None
+        self._file: NewFile | None = None
         self._file_number = -1
         self._buffers: dict[str, Tensor] = {}
 
@@ -494,7 +495,8 @@ class _Writer:
         for piece, values in zip(batch, pieces, strict=True):
             self._open(piece.file)
             data = datafile.array_of(datafile.bytes_of(values))
-            datafile.write_all(self._file, memoryview(data))
+            assert self._file is not None
+            self._file.write(memoryview(data))
 
     def _open(self, number: int) -> None:
         """Begin file ``number``, unless it is open."""
@@ -503,21 +505,13 @@ class _Writer:
             self._file_number = number
             tensors = [(p.stored.name, p.dtype, p.stored.shape) for p in self._plan.files[number]]
             header = datafile.header_of(tensors, {"format": "pt"})
-            path = self._folder / self._plan.names[number]
-            if isinstance(path, ObjectUrl):
-                nbytes = sum(one.nbytes for one in self._plan.files[number])
-                self._file = RemoteWriter(path, len(header) + nbytes)
-            else:
-                self._file = path.open("xb", buffering=0)
-            datafile.write_all(self._file, memoryview(header))
+            nbytes = len(header) + sum(one.nbytes for one in self._plan.files[number])
+            self._file = new_file(self._folder / self._plan.names[number], nbytes, header)
 
     def _close(self) -> None:
         file, self._file = self._file, None
-        if isinstance(file, RemoteWriter):
+        if file is not None:
             file.close()
-        elif file is not None:
-            with file:
-                os.fsync(file.fileno())
 
     def _write_empty_files(self) -> None:
         """Write this rank's files that have no elements at all."""
