@@ -39,6 +39,7 @@ OPTIONAL = {  # the extras, and a module of Python 3.14
     ),
     "compression",
 }
+SLOW = {"torch.distributed.checkpoint", "fullshard.checkpoint.dcp"}  # 0.1 s, for few programs
 
 NEW_OR_DEPRECATED = set(
     "all_gather_into_tensor reduce_scatter_tensor all_gather_single reduce_scatter_single".split()
@@ -402,13 +403,13 @@ def _defined(file: Source) -> Iterator[str]:
 
 
 def misplaced_imports(files: Iterable[Source]) -> list[str]:
-    """Imports inside functions, unless of an extra; and extras imported by everybody."""
+    """Imports inside functions, unless of an extra or slow; and such imports elsewhere."""
     found = []
     for file in files:
         for item in imports_of(file):
-            is_optional = item.module.split(".")[0] in OPTIONAL
-            if item.in_function and not is_optional:
+            is_late = any(is_or_below(item.full_name, module) for module in OPTIONAL | SLOW)
+            if item.in_function and not is_late:
                 found.append(complain(file, item.line, f"{item.full_name} inside a function"))
-            if is_optional and not (item.in_function or item.for_typing):
-                found.append(complain(file, item.line, f"{item.full_name} may not be installed"))
+            if is_late and file.module not in SLOW and not (item.in_function or item.for_typing):
+                found.append(complain(file, item.line, f"{item.full_name} is slow or missing"))
     return found

@@ -12,6 +12,8 @@ reads the sharded ones, too (load with ``LoadPlanner``).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from fullshard.checkpoint.conversion import convert, differences
 from fullshard.checkpoint.format import (
     CheckpointInfo,
@@ -27,7 +29,6 @@ from fullshard.checkpoint.loading import load
 from fullshard.checkpoint.manager import Checkpointer, load_newest
 from fullshard.checkpoint.saving import PendingSave, save
 from fullshard.checkpoint.state import (
-    LoadPlanner,
     full_optim_state_dict,
     full_state_dict,
     load_full_optim_state_dict,
@@ -38,6 +39,9 @@ from fullshard.checkpoint.state import (
     sharded_state_dict,
 )
 from fullshard.checkpoint.weights import Conversion, LoadedWeights, load_weights, save_weights
+
+if TYPE_CHECKING:
+    from fullshard.checkpoint.dcp import LoadPlanner
 
 __all__ = [
     "CheckpointInfo",
@@ -69,3 +73,12 @@ __all__ = [
     "sharded_state_dict",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``LoadPlanner`` late: its base class takes as long to import as half of fullshard."""
+    if name == "LoadPlanner":
+        from fullshard.checkpoint.dcp import LoadPlanner
+
+        return LoadPlanner
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -26,6 +20,10 @@ from fullshard.layout.region import Box, Interval
 from fullshard.tensors.ragged_cut import cut_of
 from fullshard.tensors.ragged_ops import run_on_intervals
 from fullshard.tensors.ragged_shard import RaggedShard
+
+if TYPE_CHECKING:  # imported by who saves: it takes as long as a quarter of fullshard
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class RaggedTensor(_dtensor.OwnDispatch):
@@ -179,21 +177,25 @@ class RaggedTensor(_dtensor.OwnDispatch):
     # Methods that torch.distributed.checkpoint calls.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint import metadata, planner
+
         # Replicas offer equal items, and the planner takes one. Copies from tensor parallelism may
         # be cut at other places, so only the first copy offers items.
         if not cut_of(self).is_first_copy:
             return []
-        properties = TensorProperties.create_from_tensor(_dtensor.local_of(self))
+        properties = metadata.TensorProperties.create_from_tensor(_dtensor.local_of(self))
         return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, self.size()),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             for box in self._boxes()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from fullshard._version import __version__
@@ -203,6 +202,8 @@ def _write_ours(
 def _write_dcp(
     found: WholeCheckpoint, unfinished: Path, target: Path, more: Callable[[int], None]
 ) -> None:
+    import torch.distributed.checkpoint as dcp
+
     with _state_of(found, target, more) as state, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
         dcp.save(state, checkpoint_id=unfinished, no_dist=True)

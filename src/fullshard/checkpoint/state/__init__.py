@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fullshard.checkpoint.state.agreement import Item, singles_of
-from fullshard.checkpoint.state.dcp import LoadPlanner
 from fullshard.checkpoint.state.model import (
     full_state_dict,
     load_full_state_dict,
