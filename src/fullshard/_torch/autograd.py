@@ -34,6 +34,10 @@ preserved_versions: Callable[[tuple[Tensor, ...]], AbstractContextManager[None]]
     "torch.autograd.grad_mode._unsafe_preserve_version_counter", "tensors with all-gather hooks"
 )
 """Return a context in which autograd does not count writes to the tensors as modifications."""
+no_torch_functions: Callable[[], AbstractContextManager[None]] = private.get(
+    "torch._C.DisableTorchFunction", "plans in fewer seconds", instead=nullcontext
+)
+"""Return a context in which modes for ``__torch_function__`` see nothing."""
 _FUNC = "units inside of `torch.func` transforms"
 _transform = private.get("torch._C._functorch.peek_interpreter_stack", _FUNC, instead=lambda: None)
 _clear_transforms: Callable[[], AbstractContextManager[object]] = private.get(

@@ -6,20 +6,20 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fullshard._torch import autograd as _autograd
 from fullshard._torch import collectives as _collectives
 from fullshard._torch import memory as _memory
 from fullshard.comm import Exchange, Pending
 from fullshard.device import DryLanes, is_at_home
 from fullshard.plan.flops import flops_of
 from fullshard.plan.hardware import Hardware
-from fullshard.plan.values import Values, tensors_in
+from fullshard.plan.values import Values, makes_memory, tensors_in
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -185,14 +185,17 @@ class PlanLedger(TorchDispatchMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``op``, and book its results and its time."""
+        with _autograd.no_torch_functions():
+            return self._booked(op, types, args, kwargs or {})
+
+    def _booked(self, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the class runs op on its inner tensors, which arrive here
-        kwargs = kwargs or {}
         read = tensors_in(args) + tensors_in(kwargs)
         at_home = [self._is_at_home(one) for one in read if one.is_meta]
         out = self.values.run(op, args, kwargs, read)
         made = tensors_in(out) if isinstance(out, (Tensor, tuple, list)) else []
-        if _makes_memory(op):
+        if makes_memory(op):
             for tensor in made:
                 if tensor.is_meta:
                     home = bool(at_home) and all(at_home)
@@ -293,12 +296,6 @@ def _whole(tensor: Tensor) -> Tensor:
 def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return the argument ``non_blocking`` of ``copy_``."""
     return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-
-
-@cache
-def _makes_memory(op: Any) -> bool:
-    """Return whether the results of ``op`` have new memory, not that of its arguments."""
-    return all(one.alias_info is None for one in op._schema.returns)
 
 
 class _Entry(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ class Values:
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
+        self._results = _Results()
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Store ``value``, on the CPU, as the elements of ``tensor``, unless it is large."""
@@ -57,7 +60,7 @@ class Values:
         if not follows and op._schema.is_mutable:
             self._forget_written(op, args)
         try:
-            out = op(*args, **kwargs)
+            out = op(*args, **kwargs) if follows else self._results.of(op, args, kwargs, given)
         except (RuntimeError, NotImplementedError) as error:
             if not _asks_for_values(op, error):
                 raise
@@ -110,6 +113,84 @@ class Values:
         ]
         for tensor in same:
             del self._known[tensor]
+
+
+class _Results:
+    """The results of operations on the meta device, by what their arguments look like.
+
+    PyTorch computes most of them in Python, and models repeat their blocks.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, Callable[[list[Tensor]], Any] | None] = {}
+
+    def of(self, op: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+        """Return what ``op`` returns; ``given`` are the tensors in its arguments."""
+        try:
+            key = op, _looks(args), _looks(tuple(kwargs.items()))
+            again = self._known.get(key)
+        except TypeError:  # an argument without a hash
+            return op(*args, **kwargs)
+        if again is not None:
+            return again(given)
+        out = op(*args, **kwargs)
+        if key not in self._known:
+            self._known[key] = _repeated(op, out, given)
+        return out
+
+
+def _looks(one: Any) -> object:
+    """Return all that results depend on, equal for tensors that look alike."""
+    if isinstance(one, Tensor):
+        return one.shape, one.stride(), one.dtype, one.device
+    if isinstance(one, (tuple, list)):
+        return type(one), *map(_looks, one)
+    return type(one), one
+
+
+def _repeated(op: Any, out: Any, given: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
+    """Return what makes ``out`` again, from tensors that look like ``given``; None if nothing can.
+
+    Results may be new tensors, or arguments that were written to.
+    """
+    changes_looks = torch.Tag.inplace_view in op.tags
+    if op.namespace != "aten" or changes_looks or any(one.is_out for one in op._schema.arguments):
+        return None
+    if out is None:
+        return lambda _: None
+    made = [out] if isinstance(out, Tensor) else out
+    if type(made) not in (list, tuple) or not all(isinstance(one, Tensor) for one in made):
+        return None
+    likes: list[tuple[torch.Size, tuple[int, ...], torch.dtype] | int] = []
+    for one in made:
+        number = next((n for n, its in enumerate(given) if its is one), None)
+        if number is not None:
+            likes.append(number)
+            continue
+        if type(one) is not Tensor or not one.is_meta or not makes_memory(op):
+            return None
+        like = one.shape, one.stride(), one.dtype
+        likes.append(like)
+        if _new(*like).untyped_storage().nbytes() != one.untyped_storage().nbytes():
+            return None
+
+    kind = None if isinstance(out, Tensor) else type(out)  # to keep ``out`` would keep its memory
+
+    def again(now: list[Tensor]) -> Any:
+        found = [now[one] if isinstance(one, int) else _new(*one) for one in likes]
+        return found[0] if kind is None else kind(found)
+
+    return again
+
+
+def _new(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+@cache
+def makes_memory(op: Any) -> bool:
+    """Return whether the results of ``op`` have new memory, not that of its arguments."""
+    return all(one.alias_info is None for one in op._schema.returns)
 
 
 def _makes_constants(op: Any, kwargs: dict[str, Any]) -> bool:
