@@ -169,7 +169,7 @@ def test_a_file_that_is_nowhere_is_named_on_all_ranks(pool: RankPool, tmp_path: 
     for one in "12":  # neighbours: the files of rank 1 are gone
         shutil.rmtree(tmp_path / f"machine-{one}")
     (said,) = {*pool.run(2, finds_nothing, folders(tmp_path, "03"))}
-    assert "rank-00001.safetensors is on no machine that is left" in said
+    assert "rank-00001.safetensors is on none of the remaining machines" in said
 
 
 def test_an_older_one_is_taken_if_the_newest_is_not_complete(

@@ -58,7 +58,7 @@ class Checkpointer:
             machines, if there are that many. A checkpoint can be loaded while each of its files
             is left on one machine.
         mode, budget_nbytes: as for ``save``. With "async", old checkpoints are also read back and
-            removed beside the training, and the memory of copies is kept for the next save.
+            removed in the background, and the memory of copies is kept for the next save.
         frozen: whether to save parameters that require no gradient. False leaves them out, for a
             program that reads them elsewhere; loading such a checkpoint does not change them.
 
@@ -139,7 +139,7 @@ class Checkpointer:
         )
 
     def wait(self) -> None:
-        """Wait for the last save, which goes on beside the training if ``mode`` is "async".
+        """Wait for the last save, which runs in the background if ``mode`` is "async".
 
         Raises:
             FullshardError: it failed.
@@ -279,7 +279,7 @@ def _load_lent(
 
 
 class _Folders:
-    """The place ``root``, or that of each machine, and what all ranks decide to do there."""
+    """The place ``root``, or that of each machine, with the decisions of all ranks about it."""
 
     def __init__(self, council: Council, machines: Machines, root: Place) -> None:
         self._council = council

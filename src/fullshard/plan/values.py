@@ -116,7 +116,7 @@ class Values:
 
 
 class _Results:
-    """The results of operations on the meta device, by what their arguments look like.
+    """The results of operations on the meta device, by the metadata of their arguments.
 
     PyTorch computes most of them in Python, and models repeat their blocks.
     """

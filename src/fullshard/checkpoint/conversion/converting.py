@@ -61,13 +61,13 @@ def convert(
 ) -> None:
     """Write the checkpoint ``source`` in another format to ``target``; for one process.
 
-    A tensor at a time is in memory; for PyTorch's formats all are in a temporary file beside
-    ``target``, too. Nothing that is read can run code.
+    One tensor at a time is in memory. For PyTorch's formats, all tensors are also in a temporary
+    file in the folder of ``target``. No file that is read can run code.
 
     Args:
         source: a checkpoint of fullshard, a folder of ``torch.distributed.checkpoint``, or a file
-            of ``torch.save``: a state dict, or a dictionary with one, with that of an optimizer by
-            names of parameters, and with more, which becomes ``extra``.
+            of ``torch.save``. The file has a state dict, or a dictionary with one; this may also
+            have an optimizer's state by names of parameters. The rest becomes ``extra``.
         target: a path where nothing is.
         to: "fullshard"; "dcp": what ``torch.distributed.checkpoint`` reads; "torch": a file. In
             the last two "model" and "optim" are as ``get_state_dict`` of PyTorch returns them.
@@ -76,7 +76,7 @@ def convert(
         told: called with the bytes that are done and their total, now and then.
 
     Raises:
-        ConfigError: the arguments have no meaning for what is there. Nothing was written.
+        ConfigError: the arguments do not fit the source. Nothing was written.
         CheckpointError: ``source`` is damaged, or ``target`` cannot be written.
         UnsupportedError: ``source`` holds something that the other format cannot.
     """

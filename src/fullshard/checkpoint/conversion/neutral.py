@@ -1,4 +1,4 @@
-"""A checkpoint in no format: whole tensors by name, and what is besides."""
+"""A checkpoint independent of formats: full tensors by name, and other values."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fullshard.tensors.form import clean_name
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 _STEPS = ("step", "global_step")
 _BESIDE = ("train_state", "lr_scheduler", "dataloader")
-"""Keys beside the tensors of a model where torchtitan, which puts these on top, has the rest."""
+"""Keys next to the tensors of a model in checkpoints of torchtitan, for everything else."""
 EXTRA = "fullshard_extra"
-"""Key of ``extra``, as text, in what we write for PyTorch; its folders know fewer kinds of keys."""
+"""Key of ``extra``, as text, in files for PyTorch; its folders allow fewer kinds of keys."""
 
 
 @dataclass
@@ -55,8 +55,8 @@ class WholeCheckpoint:
     def tie(self) -> None:
         """Keep parameters that are the same as others only once.
 
-        In a folder of PyTorch tied parameters are there twice, with nothing that says so. What has
-        the values of another parameter, not all of them equal, and is not stepped, counts as tied.
+        A folder of PyTorch has tied parameters twice, without a mark. A parameter counts as tied
+        if it has the values of another parameter, they are not all equal, and it is not stepped.
         """
         ties = _ties(self)
         for name in ties:
@@ -75,7 +75,7 @@ def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> Wh
 
     Args:
         tree: what ``tree_of`` returned.
-        leave_out: keys of it that are left out.
+        leave_out: keys of the tree to leave out.
         where: its path, for messages.
 
     Raises:
@@ -133,7 +133,7 @@ def _is_beside(key: Any, value: Any) -> bool:
 
 
 def _why_no_model(where: str, models: list[str], optimizers: list[str], keys: list[str]) -> str:
-    """Return why ``where`` has no model that can be converted, by what it has of each."""
+    """Return why ``where`` has no model to convert, with the keys that it has instead."""
     if models:
         return (
             f"{where} has no model that can be told from the rest: the keys "
@@ -208,7 +208,7 @@ def _add_optimizer(found: WholeCheckpoint, stored: Mapping[str, Any], where: str
 
 
 def _unflattened(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return state and groups of what PyTorch made with ``flatten_optimizer_state_dict``."""
+    """Return state and groups of a state dict made with ``flatten_optimizer_state_dict``."""
     state: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {}
     for full, value in stored.items():

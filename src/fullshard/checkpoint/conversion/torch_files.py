@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
     Attributes:
         dtype: its dtype.
         shape: its shape.
-        memory: what it shares with others that are the same; None: nothing that is known.
+        memory: equal for tensors that share memory; None if that is not known.
         read: returns it, whole and on the CPU.
     """
 
@@ -298,7 +298,7 @@ class _Unpickler(pickle.Unpickler):
         self._found: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for one of the classes that such metadata have."""
+        """Return a stand-in for a class in such metadata."""
         key = (module, name)
         if key not in self._found:
             self._found[key] = self._stand_in(module, name)

@@ -96,8 +96,8 @@ def publish(unfinished: Path, path: Path) -> None:
 def supersede(unfinished: Path, path: Path, step: int, *, removes: bool) -> None:
     """Publish the checkpoint in ``unfinished`` at ``path``, in place of those from ``step`` on.
 
-    A folder at ``path``, and folders of later steps beside it, belong to an abandoned branch of the
-    training. Loading would take them for newer checkpoints, so they are renamed and logged.
+    A folder at ``path``, and folders of later steps in its parent, belong to an abandoned branch of
+    the training. Loading would take them for newer checkpoints, so they are renamed and logged.
 
     Args:
         unfinished, path: as for ``publish``.

@@ -233,7 +233,7 @@ class Bytes(Protocol):
     nbytes: int
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with what is at ``offset``, or raise ``CheckpointError``."""
+        """Fill ``into`` with the bytes from ``offset`` on, or raise ``CheckpointError``."""
 
     def close(self) -> None:
         """Read no more."""
@@ -260,7 +260,7 @@ class LocalFile:
         self.nbytes = status.st_size
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with what is at ``offset``, or raise ``CheckpointError``."""
+        """Fill ``into`` with the bytes from ``offset`` on, or raise ``CheckpointError``."""
         while into:
             try:
                 count = os.preadv(self._file.fileno(), [into], offset)
@@ -290,7 +290,7 @@ class ObjectFile:
         self.nbytes = url.nbytes()
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with what is at ``offset``, or raise ``CheckpointError``."""
+        """Fill ``into`` with the bytes from ``offset`` on, or raise ``CheckpointError``."""
         if not into.nbytes:
             return
         data = self._url.read_range(offset, offset + into.nbytes)

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder or a store: which are complete, which is the newest, what is wrong.
+"""Examine checkpoints in a folder or a store: list them, find the newest, verify them.
 
 root/
   latest                  name of the checkpoint that was saved last, for other programs
@@ -216,7 +216,7 @@ def described(path: Place, manifest: Manifest) -> CheckpointInfo:
 
 
 def verify(path: AnyPlace) -> CheckpointInfo:
-    """Read all of the checkpoint at ``path`` and compare it with what was written.
+    """Read all of the checkpoint at ``path``, and compare it with its digests.
 
     Raises:
         CheckpointError: with all that is missing, damaged or does not belong there.
@@ -269,7 +269,7 @@ class Looked(NamedTuple):
         digest: of the manifest; empty if it cannot be read.
         total: number of the data files.
         intact: the ranks of those that were read and are intact.
-        damaged: the names of those that are there and are not.
+        damaged: the names of existing files that are not intact.
         problem: what was wrong first; empty if nothing was.
     """
 
@@ -281,7 +281,7 @@ class Looked(NamedTuple):
 
 
 def look(path: Place, *, first: int, every: int) -> Looked:
-    """Read data files of a checkpoint, and compare them with what was written.
+    """Read data files of a checkpoint, and compare them with their digests.
 
     Args:
         path: its folder or URL.

@@ -77,7 +77,7 @@ class Contents(NamedTuple):
 
     Attributes:
         tensors: the tensors of which the rank holds a part, by name.
-        values: what its model and optimizer have besides, in JSON's types.
+        values: values of its model and optimizer that are no tensors, in JSON's types.
     """
 
     tensors: Mapping[str, TensorEntry]

@@ -180,7 +180,7 @@ class TensorEntry(NamedTuple):
         """Return the tensor as some ranks hold it, each part on one; None if they lack a part.
 
         Args:
-            numbers: for each of these ranks the number that it has in what is returned.
+            numbers: for each of these ranks its new number.
         """
         if self.placements is None:  # all keep it, so that they can be compared
             all_left = [numbers[rank] for rank in self.grid.ranks if rank in numbers]

@@ -87,7 +87,7 @@ class ObjectUrl:
             return bytes(filesystem.cat_file(path))
 
     def read_if_there(self) -> bytes | None:
-        """Return the whole object; None if there is no object of this name."""
+        """Return the whole object; None if it does not exist."""
         try:
             return self.read()
         except CheckpointError as error:
@@ -315,7 +315,7 @@ def is_out_of_reach(error: CheckpointError) -> bool:
 
 @contextmanager
 def explained(url: ObjectUrl, to_be: str) -> Iterator[None]:
-    """Raise ``CheckpointError`` for what a filesystem of fsspec raises, with a remedy."""
+    """Raise ``CheckpointError``, with a remedy, in place of errors of a filesystem of fsspec."""
     try:
         yield
     except FullshardError:

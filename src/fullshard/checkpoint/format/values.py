@@ -49,7 +49,7 @@ def encode(value: Any, name: str) -> Any:
         return {"$array": [value.dtype.str, list(value.shape), _text(data)]}
     kind = "a DTensor" if isinstance(value, DTensor) else f"of type {type(value).__name__}"
     raise ConfigError(
-        f"{name} is {kind}; beside the model a checkpoint holds numbers, strings, None, lists, "
+        f"{name} is {kind}; outside the model a checkpoint holds numbers, strings, None, lists, "
         "tuples, dictionaries, bytes, plain tensors and arrays: convert it to one of these"
     )
 
@@ -64,8 +64,8 @@ def _encode_mapping(value: Mapping[Any, Any], name: str) -> Any:
 def _small(data: bytes, name: str) -> bytes:
     if len(data) > _LARGEST_NBYTES:
         raise ConfigError(
-            f"{name} has {len(data):,} bytes; values beside the model may have {_LARGEST_NBYTES:,} "
-            "at most: make it a buffer of the model, or a file of its own"
+            f"{name} has {len(data):,} bytes; values outside the model may have at most "
+            f"{_LARGEST_NBYTES:,}: make it a buffer of the model, or a file of its own"
         )
     return data
 

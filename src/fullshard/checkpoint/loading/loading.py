@@ -51,9 +51,9 @@ def load(
 ) -> Any:
     """Load the checkpoint at ``path`` and return the ``extra`` that was saved.
 
-    Layout, mesh and number of ranks may be others than those that saved; all ranks must call this.
-    Each rank reads what it keeps, or its share of what ranks exchange; everything is verified, and
-    in the memory of the host, before the model or the optimizer is changed.
+    All ranks must call this. Layout, mesh and number of ranks may differ from those of the save.
+    Each rank reads the parts that it keeps; some tensors are read in shares and exchanged. Data are
+    verified, in the memory of the host, before the model or the optimizer is changed.
 
     Args:
         path: a folder or URL that ``save`` wrote to.

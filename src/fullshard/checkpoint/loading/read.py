@@ -1,9 +1,9 @@
 """Read parts of tensors from the data files of a checkpoint, verified, and each byte seldom twice.
 
-A rank reads whole blocks, as their digests are of whole blocks. If the blocks that it needs of a
-tensor hold much else besides, as when rows were saved and columns are loaded, the ranks exchange
-that tensor: each reads a share of all blocks, as large as what it keeps of such tensors, and keeps
-what it needs of everyone's.
+A rank reads whole blocks, as their digests are of whole blocks. When rows were saved and columns
+are loaded, the blocks that a rank needs hold many elements for other ranks. Then the ranks exchange
+the tensor: each reads a share of all blocks, in proportion to the elements that it keeps, and gets
+the rest from the other ranks.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Reader:
                 )
 
     def _runs(self, name: str) -> Iterator[_Run]:
-        """Yield the blocks that hold something of what is wanted of a tensor."""
+        """Yield the blocks that hold wanted elements of a tensor."""
         wanted = self._wanted[name]
         itemsize = wanted.memory.element_size()
         for part in self.manifest.parts(name, wanted.region):
@@ -284,7 +284,7 @@ class _Share:
 
 
 def _parts_of_ranks(kept: Sequence[int]) -> list[float]:
-    """Return the part of each rank in what is exchanged, 1 in all: of its size, within limits."""
+    """Return the share of the exchanged blocks that each rank reads; the shares add up to 1."""
     if not kept:
         return []
     world, total = len(kept), sum(kept)

@@ -41,7 +41,7 @@ class Collected:
         parts: those of these that this rank writes.
         replicas: plain parameters that several ranks hold, and their optimizer state; equal there.
         params: the parameters and buffers of which these are parts, by the same names.
-        values: what the model and the optimizer have besides.
+        values: values of the model and the optimizer that are no tensors.
         stepped: names of the parameters that the optimizer steps.
         singles: the optimizer's single values, such as step counts, of parameters that are cut.
         units: the units of the model.
@@ -168,7 +168,7 @@ class Collected:
         return bare
 
     def left_to(self, numbers: Mapping[int, int]) -> Collected:
-        """Return what this rank contributes if some ranks are all that are left.
+        """Return the contribution of this rank if only some ranks remain.
 
         Args:
             numbers: for each of these ranks its new number.
@@ -186,7 +186,7 @@ class Collected:
             else:
                 left._put(name, entry, local, is_replica=name in self.replicas)
         if lost:
-            raise CheckpointError(f"no rank that is left has all of {some(lost)}")
+            raise CheckpointError(f"no remaining rank has all of {some(lost)}")
         return left
 
 

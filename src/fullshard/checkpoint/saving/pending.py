@@ -1,4 +1,4 @@
-"""Saves that go on beside the training."""
+"""Saves in the background."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class PendingSave:
         units: Sequence[Unit],
         optimizer: Optimizer | None,
     ) -> None:
-        """Have those wait who would write to what ``writing`` copies, which is to begin soon.
+        """Let everything that would write to the tensors of ``writing`` wait until they are copied.
 
         Raises:
             UnsupportedError: the optimizer takes no hooks.
@@ -104,7 +104,7 @@ class PendingSave:
         except AttributeError as error:
             raise UnsupportedError(
                 f'mode="async": {type(optimizer).__name__} takes no hooks ({error}), so its steps '
-                "would not wait for what is being copied; give the optimizer that it wraps"
+                "would not wait for the copies; give the optimizer that it wraps"
             ) from error
 
     def let_go(self) -> None:

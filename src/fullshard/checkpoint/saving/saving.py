@@ -42,7 +42,7 @@ from fullshard.errors import (
 )
 
 _SINGLES = "single values of the optimizer"
-_SHARE = 0.06  # of a processor, for what is written beside the training
+_SHARE = 0.06  # of a processor, for saves in the background
 
 
 def save(
@@ -58,8 +58,8 @@ def save(
     """Write a checkpoint to the new folder or URL ``path``; all ranks must call this.
 
     Each rank writes one file with its part of the model and of the optimizer's state, to a folder
-    that all ranks share. The folder appears under its name when everything is on the disk; then the
-    file ``latest`` beside it names it. In an object store, the checkpoint appears with its
+    that all ranks share. The folder appears under its name when everything is on the disk. Then the
+    file ``latest`` in its parent gets its name. In an object store, the checkpoint appears with its
     manifest, which is written last. Ranks talk through the store of the default process group.
 
     Args:
@@ -70,12 +70,13 @@ def save(
         extra: what else a run needs to go on: numbers, strings, None, bytes, small plain tensors
             and arrays, in lists, tuples and dictionaries; equal on all ranks.
         step: the number of the training step, for people and for ``latest``.
-        mode: "sync": return when everything is on the disk. "async": write beside the training.
-            What the optimizer steps, and its state, are copied while the training goes on, and the
-            next step waits for that; everything else is copied before this returns.
-        budget_nbytes: for "async", how much host memory this rank has for copies; what does not
-            fit is written from where it is, and the next step of the optimizer waits for that.
-            None: as much as the rank writes.
+        mode: "sync": return when everything is on the disk. "async": write in the
+            background. Parameters that the optimizer steps, and its state, are copied during the
+            training; the next step of the optimizer waits for these copies. Everything else is
+            copied before this returns.
+        budget_nbytes: for "async", the host memory of this rank for copies. Tensors that do not
+            fit are written without a copy, and the next step of the optimizer waits until they are
+            written. None: as much as the rank writes.
 
     Returns:
         The save; with "async", ``wait`` waits for its end, and so do the next ``save`` or ``load``.
@@ -174,7 +175,7 @@ def begin(
 
 
 def save_collected(path: Path, collect: Callable[[], Collected], extra: Any, *, step: int) -> None:
-    """Write a checkpoint of what each rank has collected, to memory of its machine.
+    """Write a checkpoint of the parts that each rank has collected, to its machine's memory.
 
     Args:
         path: a folder that does not exist; that above it belongs to each machine alone.
@@ -193,7 +194,7 @@ def save_collected(path: Path, collect: Callable[[], Collected], extra: Any, *, 
 
 
 class _Saving:
-    """The parts of ``save``: what each rank does, and what the first one decides then."""
+    """The steps of ``save`` on each rank, and the decisions of the first rank."""
 
     def __init__(self, target: SaveTarget, council: Council, step: int) -> None:
         self._target = target
@@ -228,8 +229,8 @@ class _Saving:
             apart = [key for key in one if one[key] != said[0][key]]
             if apart:
                 raise ConfigError(
-                    f"{apart[0]} of rank {rank} differs from rank 0's; give all ranks the same, "
-                    "and what differs by rank under the rank's number"
+                    f"{apart[0]} of rank {rank} differs from rank 0's; give all ranks the same "
+                    "value, such as a dictionary with a value for each rank's number"
                 )
         return self._target.begin()
 
@@ -301,7 +302,7 @@ class _Saving:
         return {**file, "replicas": replicas}
 
     def _described(self, said: list[dict[str, Any]]) -> Manifest:
-        """Return the manifest for what all ranks have written."""
+        """Return the manifest of the files that all ranks have written."""
         contents, numbers = merged(self._council, [one["contents"] for one in said])
         manifest = Manifest(
             step=self._step,
@@ -347,7 +348,7 @@ def _tell_apart(council: Council, model: nn.Module, optimizer: Optimizer | None)
     """Tell how the ranks' states of the optimizer differ, if they do; no more is to be told then.
 
     Raises:
-        ConfigError, CheckpointError: on all ranks, what differs.
+        ConfigError, CheckpointError: on all ranks, with the differences.
     """
 
     def own() -> list[str] | None:

@@ -1,4 +1,4 @@
-"""Write a rank's parts of a checkpoint, at once or beside the training."""
+"""Write a rank's parts of a checkpoint, at once or in the background."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Item(NamedTuple):
 
 
 def items_of(state: Mapping[str, Mapping[str, Any]], shown: Mapping[str, Tensor]) -> Iterator[Item]:
-    """Yield what all ranks must have of ``state``: DTensors, and single values beside them.
+    """Yield the items of ``state`` that all ranks must have: DTensors and single values.
 
     Args:
         state: by names of parameters.
@@ -157,7 +157,7 @@ def check_alike(
             told()
         said = str(failure) if failure else "" if first_failed else _difference(own, first)
         raise _Disagreement(
-            f"{what}: ranks have different optimizer state, beside the first rank of the model: "
+            f"{what}: ranks have different optimizer state; against the first rank: "
             f"{_joined(gather_over((dist.get_rank(), said), mesh))}. Give the optimizers of all "
             "ranks the same parameters and step all of them alike, or load state into all of them"
         ) from failure
@@ -170,7 +170,7 @@ class _Disagreement(ConfigError, RuntimeError):
 
 
 def _difference(own: Sequence[Item], first: Sequence[Item]) -> str:
-    """Return how ``own`` differs from what the first rank has; empty if it does not."""
+    """Return how ``own`` differs from the items of the first rank; empty if it does not."""
     mine, its = ({one[:2]: one.form for one in items} for items in (own, first))
     lacks = [f"{key} of {name}" for name, key in its if (name, key) not in mine]
     more = [f"{key} of {name}" for name, key in mine if (name, key) not in its]

@@ -80,7 +80,7 @@ class Stepped:
 
     @property
     def unwraps(self) -> bool:
-        """Return whether state of wrapper subclasses has the names of what these hold."""
+        """Return whether state of wrapper subclasses has the names of their inner tensors."""
         return self._state_like is not None
 
     @cached_property

@@ -47,8 +47,8 @@ class _Announced(NamedTuple):
 class Source:
     """The values to load, by key.
 
-    With a ``mesh`` they are the values of its first rank: the constructor broadcasts what there
-    is, ``get`` one whole tensor at a time, so all ranks must get the same keys in the same order.
+    With a ``mesh`` they are the values of its first rank. The constructor broadcasts their
+    descriptions, and ``get`` broadcasts one tensor. All ranks must get the same keys in one order.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class Tree:
     """A sharded model between steps.
 
     Raises:
-        ProtocolError: during a forward or a backward, or if parameters are on meta, unless the tree
-            is to be seen ``without_values``, or lent, unless they ``may_be_lent``: lent parameters
-            are then those of the rows, and no unit owns them.
+        ProtocolError: during a forward or a backward. Also if parameters are on meta, unless
+            ``without_values`` is set; or if they are lent, unless ``may_be_lent`` is set. Rows then
+            have the lent parameters, and no unit owns them.
     """
 
     def __init__(

@@ -2,9 +2,8 @@
 
 The ranks that see one folder count as one machine; where all ranks share a folder, all are. Each
 rank writes its file to the folder of its machine, and the next machines get copies of it, over TCP
-(``peers``). To load a checkpoint, ranks open the files that their machine has, and read from other
-machines what it lacks; so a machine may be lost, or be a new one, as long as each file is left
-somewhere.
+(``peers``). To load a checkpoint, ranks open the files on their machine, and read the missing ones
+from other machines. So a machine may be lost or be new, as long as each file is left somewhere.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def _mark(root: Path) -> str:
     root.parent.mkdir(parents=True, exist_ok=True)  # several ranks may do so at once
     with suppress(FileExistsError):
         root.mkdir(mode=0o700)  # others may look into /dev/shm
-    # Another user may have made the folder, at any time, so the opened folder is what is checked.
+    # Another user may replace the folder at any time, so the opened folder is checked.
     try:
         folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
@@ -146,7 +145,7 @@ def copy_files(
         council: of all ranks; two decisions, or none if there is nothing to copy.
         machines: of the ranks.
         copies: how many machines are to have each file, its own included.
-        folder: of this machine's ranks' files, and of what comes.
+        folder: of the files of this machine's ranks, and of the copies.
         files: of all ranks, in their order.
     """
     if min(copies, machines.total) < 2:
@@ -192,7 +191,7 @@ def _serving(
 def lent(
     council: Council, machines: Machines, path: Path, digest: str
 ) -> Iterator[tuple[Manifest, Callable[[FileInfo], Bytes]]]:
-    """Yield a checkpoint's manifest, and what opens its files, on whichever machine they are.
+    """Yield a checkpoint's manifest, and a function that opens its files on any machine.
 
     Args:
         council: of all ranks; two decisions, and one at the end of the block.
@@ -225,7 +224,7 @@ def lent(
     on = {machines.of_ranks[int(rank)]: numbers for rank, numbers in held.items()}
     for info in manifest.files:
         if not any(info.rank in numbers for numbers in on.values()):
-            raise CheckpointError(f"{path.name}: {info.name} is on no machine that is left")
+            raise CheckpointError(f"{path.name}: {info.name} is on none of the remaining machines")
     own = on.get(machines.own, [])
     is_asked = any(len(on.get(one, ())) < len(manifest.files) for one in range(machines.total))
     names = [manifest.files[one].name for one in own if machines.is_first and is_asked]

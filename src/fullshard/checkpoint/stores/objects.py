@@ -65,7 +65,7 @@ def check_written(url: ObjectUrl, manifest: bytes) -> None:
 
 
 def supersede(url: ObjectUrl, step: int) -> list[str]:
-    """Put aside the checkpoint at ``url``, and those of later steps beside it.
+    """Put aside the checkpoint at ``url``, and those of later steps in the same run.
 
     They belong to an abandoned branch of the training. The checkpoint at ``url`` stays until its
     manifest is overwritten. Returns the names of the manifests that were put aside.

@@ -80,7 +80,7 @@ class SaveTarget(Protocol):
         """Copy data files to other machines, if there are several; a collective."""
 
     def seal(self, save: str, manifest: bytes) -> None:
-        """Check or flush the data files, and put the manifest beside them."""
+        """Check or flush the data files, and write the manifest next to them."""
 
     def appear(self, save: str, manifest: bytes) -> None:
         """Let the sealed checkpoint appear at ``path``, at once or not at all."""

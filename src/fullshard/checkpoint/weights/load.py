@@ -74,9 +74,9 @@ def load_weights(
     """Load safetensors files as ``transformers`` writes them; all ranks must call this.
 
     Each rank reads its own parts, a piece at a time. A model on the meta device gets memory on the
-    device of its mesh first. Tensors that the files lack, such as buffers that are not saved, are
-    then initialised, equally on all ranks and with full parameters: by ``init``, by
-    ``_init_weights`` of a model of ``transformers``, by ``peft`` for an adapter, else by the
+    device of its mesh first. Then tensors that the files lack, such as buffers that are not
+    saved, are initialised, equally on all ranks and with full parameters: by ``init``, by
+    ``_init_weights`` of a model of ``transformers``, by ``peft`` for an adapter, or else by the
     ``reset_parameters`` of their modules. Random values depend on ``torch.manual_seed`` on the
     first rank. Layers that have adapters of ``peft`` are found by their names without them.
 
@@ -229,7 +229,7 @@ class _Target:
                     its[last] = tensors[own]
 
     def _fill_converted(self, row: Row, reader: StoredReader) -> None:
-        """Read a stored tensor whole, and keep this rank's part of what is made of it.
+        """Read a stored tensor in full, convert it, and keep this rank's part of the result.
 
         Raises:
             ConfigError: that has another shape or dtype than the model's.
@@ -313,7 +313,7 @@ def _place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 class _Lacking(NamedTuple):
-    """A module with tensors on the meta device that the files lack, and what gives them values."""
+    """A module with tensors on the meta device that the files lack, and how these get values."""
 
     module: nn.Module
     names: dict[str, str]

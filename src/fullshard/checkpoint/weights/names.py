@@ -327,7 +327,7 @@ def read_index(folder: Place) -> dict[str, InFile]:
     It may be a URL of an object store.
 
     Raises:
-        CheckpointError: there are none, or their index names others than they hold.
+        CheckpointError: there are none, or they lack tensors that their index names.
     """
     index: dict[str, str] | None = None
     text = None
@@ -345,7 +345,7 @@ def read_index(folder: Place) -> dict[str, InFile]:
     found: dict[str, InFile] = {}
     for file in names:
         if Path(file).name != file:
-            raise CheckpointError(f"{folder / INDEX}: {file!r} is no name of a file")
+            raise CheckpointError(f"{folder / INDEX}: {file!r} is not the name of a file")
         for name, own in _tensors_in(folder, file):
             if index is None or index.get(name) == file:
                 found[name] = own

@@ -72,7 +72,7 @@ def stream_params(
 
     Every ``for`` loop over the stream gives the weights as they are then. All ranks must run the
     loops, each to its end, and nobody may write to the weights meanwhile. A tensor is usable until
-    the next bucket is asked for; who keeps it, clones it.
+    the loop asks for the next bucket; clone it to keep it.
 
     Args:
         model: a model, sharded or not.
@@ -245,7 +245,7 @@ class TensorBucket(Mapping[str, Tensor]):
     def packed(self) -> Tensor:
         """All tensors as flat bytes, plain, to be sent at once; ``metadata`` has the offsets.
 
-        If somebody keeps them after the bucket, the stream takes other memory for what follows.
+        The stream then takes other memory for later buckets, so these bytes may be kept.
         """
         self._is_lent = True
         return self._alive()[: self._size]
@@ -317,7 +317,7 @@ class BucketTensor(Tensor):
         self._bucket._alive()
         return repr(self._plain)
 
-    # What gives memory away, past our sight: the stream leaves it to whoever asked.
+    # These hand out memory that the bucket cannot follow, so the stream does not reuse it.
 
     def data_ptr(self) -> int:
         """Return the address of the first element."""

@@ -181,7 +181,7 @@ class BlockPiece(NamedTuple):
         return self.wide - self.numel if self.start + self.numel == self.full else 0
 
     def widened(self, own: Tensor) -> Tensor:
-        """Return the piece with zeros beside it."""
+        """Return the piece, extended by zeros."""
         wide = own.new_zeros(self.wide)
         wide[self.front :][: self.numel] = own
         return wide
