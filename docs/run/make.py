@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fullshard.train.run import Reporter, StepRecord, read_metrics
+from fullshard.train.run import Reporter, RunDir, StepRecord, planned_flops, read_metrics
 
 HERE = Path(__file__).parent
 
@@ -31,7 +31,12 @@ def main(run: Path) -> None:
     now = 0.0
     half = records[: len(records) // 2]
     with Reporter(
-        total=records[-1].step, first=0, enabled=True, console=console, clock=lambda: now
+        total=records[-1].step,
+        first=0,
+        enabled=True,
+        flops=planned_flops(RunDir(run)),
+        console=console,
+        clock=lambda: now,
     ) as reporter:
         for record in half:
             now += record.seconds

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from fullshard.train.run.metrics import StepRecord
-from fullshard.train.run.progress import Reporter, plain_console
+from fullshard.train.run.progress import Reporter, say, wrapped
 
 
 def record(step: int, **changes: float) -> StepRecord:
@@ -17,30 +17,70 @@ def record(step: int, **changes: float) -> StepRecord:
     return StepRecord(step=step, peak_memory_nbytes=512_000_000, shard_nbytes=5_100_000, **figures)
 
 
-def seen_on_a_terminal(*records: StepRecord, width: int = 80) -> str:
+def seen_on_a_terminal(
+    *records: StepRecord, width: int = 80, saved_step: int | None = None, **known: float
+) -> str:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width, color_system=None)
-    with Reporter(first=0, total=600, enabled=True, console=console) as reporter:
+    clock = iter(range(1000)).__next__
+    with Reporter(
+        first=0, total=600, enabled=True, console=console, clock=clock, **known
+    ) as reporter:
+        reporter.saved_step = saved_step
         for each in records:
             reporter.show(each)
     return screen.getvalue()
 
 
-def test_a_terminal_shows_how_it_learns_and_what_it_costs_within_80_columns() -> None:
-    frame = seen_on_a_terminal(record(312, waiting=0.123)).splitlines()[-4:-1]
-    words = " ".join(" ".join(frame).split())
+@pytest.mark.parametrize(("width", "rows"), [(40, 9), (60, 5), (80, 3), (200, 3)])
+def test_a_terminal_shows_how_it_learns_and_what_it_costs(width: int, rows: int) -> None:
+    known = {"flops": 1e12, "device_nbytes": 1_024_000_000}
+    seen = seen_on_a_terminal(record(312, waiting=0.123), width=width, saved_step=300, **known)
+    frame = seen.splitlines()[-1 - rows : -1]
+    words = " ".join(" ".join(seen.splitlines()).split())
     for figure in (
         "step 312/600",
-        "left",
+        "0:02, 0:01 left",
         "loss 2.500",
         "grad norm 0.40",
+        "learning rate 1.00e-03",
         "tokens/s 8,512",
-        "peak memory/rank 512 MB",
-        "shards/rank 5.1 MB",
+        "TFLOP/s each 5",
         "waiting 12% of a step",
+        "peak memory 512 MB (50%)",
+        "shards 5.1 MB",
+        "checkpoint step 300",
     ):
-        assert figure in words
-    assert max(map(len, frame)) <= 80
+        assert figure in words, seen
+    assert max(map(len, frame)) <= width
+
+
+def test_a_terminal_leaves_out_what_is_not_known() -> None:
+    seen = seen_on_a_terminal(record(1))
+    assert "FLOP" not in seen and "(" not in seen and "checkpoint" not in seen
+
+
+def test_lines_break_between_words_and_labels_stay_alone() -> None:
+    text = (
+        "metrics      runs/a-long-name/metrics.jsonl: 3.09 bits per byte\n\nschedule: 4 steps of 8"
+    )
+    assert wrapped(text, 40).split("\n") == [
+        "metrics",
+        "             runs/a-long-name/metrics.jsonl:",
+        "             3.09 bits per byte",
+        "",
+        "schedule: 4 steps of 8",
+    ]
+    assert wrapped(text, 200) == text
+    assert wrapped("fullshard: note: two words and more", 20).split("\n") == [
+        "fullshard: note: two",
+        "    words and more",
+    ]
+
+
+def test_what_is_no_terminal_gets_lines_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    say("word " * 100)
+    assert capsys.readouterr().out == "word " * 100 + "\n"
 
 
 def test_an_evaluation_stays_on_the_screen() -> None:
@@ -67,5 +107,4 @@ def test_without_a_terminal_it_is_some_lines_of_keys_and_values(
 def test_other_workers_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Reporter(first=0, total=2, enabled=False) as reporter:
         reporter.show(record(1))
-    plain_console(enabled=False).print("a word")
     assert capsys.readouterr().out == ""

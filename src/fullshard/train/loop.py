@@ -35,10 +35,12 @@ from fullshard.train.run import (
     begin_wire_check,
     check_continues,
     describe,
+    device_nbytes,
     drop_after,
     end_wire_check,
     origin_of,
     peak_memory_nbytes,
+    planned_flops,
     recording,
     shard_nbytes,
     stopping,
@@ -87,7 +89,13 @@ def train(
         trainer.saves.forget(world)
     first = trainer.resume(run)
     with (
-        Reporter(first=first, total=config.last_step, enabled=world.is_first) as reporter,
+        Reporter(
+            first=first,
+            total=config.last_step,
+            enabled=world.is_first,
+            flops=planned_flops(run),
+            device_nbytes=device_nbytes(world.device),
+        ) as reporter,
         MetricsFile(run.metrics, enabled=world.is_first) as metrics,
         tracker_of(config, first=first, enabled=world.is_first) as tracker,
         stopping() as trainer.stopping,
@@ -124,6 +132,7 @@ def train(
             ends = step == config.last_step or trainer.stopping.is_agreed or why_over is not None
             if is_due or ends:
                 trainer.save(step, on_disk=ends)
+                reporter.saved_step = step
         trainer.saves.wait()
         trainer.saves.forget(world)
     return Trained(trainer.model, step, why_over)

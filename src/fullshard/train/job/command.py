@@ -16,7 +16,7 @@ from fullshard.train.config import HF, TrainConfig, default_lr
 from fullshard.train.job.launch import default_nproc, launch
 from fullshard.train.job.options import options, read_options, with_options
 from fullshard.train.job.worker import work
-from fullshard.train.run import RunDir
+from fullshard.train.run import RunDir, say
 from fullshard.train.world import check_launched, is_worker, num_local_workers
 
 _DEFAULT = TrainConfig()
@@ -167,7 +167,7 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str] | None = No
     else:
         return int(outcome or 0)
     if os.environ.get("RANK", "0") == "0":  # under torchrun all workers refuse alike
-        print(f"fullshard: error: {message}", file=sys.stderr)
+        say(f"fullshard: error: {message}", sys.stderr)
     return 2
 
 

@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fullshard.train.config import TrainConfig
 from fullshard.train.job.prepare import prepare
 from fullshard.train.job.survivors import run_survivors
-from fullshard.train.run import RunDir
+from fullshard.train.run import RunDir, say
 from fullshard.train.world import LOOPBACK, STORE, TCP, check_gpus
 
 
@@ -52,7 +52,7 @@ def _run(config: TrainConfig) -> int:
     except ChildFailedError as error:
         return _explain(error.failures, config, run)
     except (SignalException, KeyboardInterrupt) as error:
-        print(f"\nfullshard: interrupted; {_how_to_go_on(config, run)}", file=sys.stderr)
+        say(f"\nfullshard: interrupted; {_how_to_go_on(config, run)}", sys.stderr)
         return 128 + getattr(error, "sigval", signal.SIGINT)
     finally:
         Console().show_cursor()  # a worker that died may have left the cursor hidden
@@ -146,12 +146,12 @@ def _explain(failures: dict[int, ProcessFailure], config: TrainConfig, run: RunD
     details = _details(failure)
     what = details.get("text", failure.message)
     if details.get("is_refusal"):
-        print(f"fullshard: error: {what}", file=sys.stderr)
+        say(f"fullshard: error: {what}", sys.stderr)
         return 2
-    print(f"fullshard: error: worker {rank} of {config.nproc} failed: {what}", file=sys.stderr)
+    say(f"fullshard: error: worker {rank} of {config.nproc} failed: {what}", sys.stderr)
     if "py_callstack" in details:
         print(details["py_callstack"].rstrip(), file=sys.stderr)
-    print(f"fullshard: {_how_to_go_on(config, run)}", file=sys.stderr)
+    say(f"fullshard: {_how_to_go_on(config, run)}", sys.stderr)
     return 1
 
 

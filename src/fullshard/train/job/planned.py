@@ -18,7 +18,7 @@ from fullshard.train.architecture import Architecture
 from fullshard.train.config import OptimizerName, TrainConfig
 from fullshard.train.evaluation import label_losses
 from fullshard.train.loop import build_on_meta, policy_of, shard_model, wire_of
-from fullshard.train.run import read_metrics
+from fullshard.train.run import read_metrics, say
 
 
 def plan_of(
@@ -74,14 +74,14 @@ def tell_plan(
             config, architecture, num_workers=num_workers, hardware=config.hardware or "cpu"
         )
     except (FullshardError, RuntimeError) as error:
-        print(f"plan: none, the model cannot be run dry ({str(error).splitlines()[0]})")
+        say(f"plan: none, the model cannot be run dry ({str(error).splitlines()[0]})")
         return
     received = sum(one.received_nbytes for one in found.traffic)
     words = [f"{in_bytes(found.peak.nbytes)} of tensors at the peak"]
     words.append(f"{in_bytes(received)} received in a step")
     if config.hardware is not None:
         words.append(f"{in_seconds(found.step_s)} a step")
-    print(f"plan: a worker holds {', '.join(words)}")
+    say(f"plan: a worker holds {', '.join(words)}")
     plan_and_purpose = found.as_json() | {
         "has_times": config.hardware is not None,
         "after": after,

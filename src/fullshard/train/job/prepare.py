@@ -24,6 +24,7 @@ from fullshard.train.run import (
     check_tracker,
     describe,
     read_origin,
+    say,
 )
 from fullshard.train.tune import check_bitsandbytes, check_peft
 
@@ -72,10 +73,10 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         check_continues(config, ours, newest, info)
         after = info.step
         if info.sequences_per_step != ours.sequences_per_step:
-            print(
+            say(
                 f"fullshard: note: {newest} was trained on {info.sequences_per_step} sequences a "
                 f"step, now {ours.sequences_per_step}: the losses will not be those of one run",
-                file=sys.stderr,
+                sys.stderr,
             )
     try:
         run.path.mkdir(parents=True, exist_ok=True)
@@ -90,13 +91,13 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         raise ConfigError(f"--out {config.out}: cannot be written ({error})") from error
     if aside is not None:
         what = "the trace of an earlier start" if config.resume else "an earlier run"
-        print(f"{run.path} held {what}; it lies in {aside} now")
-    print(
+        say(f"{run.path} held {what}; it lies in {aside} now")
+    say(
         f"training {config.model} ({num_parameters:,} parameters) on "
         f"{_count(text.num_documents, 'document')} ({in_bytes(text.nbytes)}, "
         f"{len(text.train.tokens):,} tokens), {_count(num_workers, 'worker')}, run {run.path}"
     )
-    print(f"schedule: {length}; learning rate {described(config)}")
+    say(f"schedule: {length}; learning rate {described(config)}")
     tell_plan(config, architecture, num_workers=num_workers, path=run.plan, after=after)
     return lock
 
@@ -117,10 +118,10 @@ def _tell_changed(config: TrainConfig, run: RunDir) -> None:
         if getattr(earlier, name) != getattr(config, name)
     ]
     if changed:
-        print(
+        say(
             f"fullshard: note: {', '.join(changed)}: the steps that are left follow the new "
             "schedule, those before followed the old one",
-            file=sys.stderr,
+            sys.stderr,
         )
 
 
@@ -205,37 +206,37 @@ def _tell_patience(config: TrainConfig) -> None:
     """Print a note if ``patience`` exceeds the evaluations of the run."""
     before_the_last = (config.steps - 1) // config.eval_every
     if config.patience is not None and config.patience >= before_the_last:
-        print(
+        say(
             f"fullshard: note: --patience {config.patience} cannot end this run, which has "
             f"{_count(before_the_last, 'evaluation')} before its last step",
-            file=sys.stderr,
+            sys.stderr,
         )
 
 
 def _tell_left_out(text: TokenizedText) -> None:
     """Print a note if files of the folder, or bad records, were not read."""
     if text.bad.count:
-        print(
+        say(
             f"fullshard: note: {_count(text.bad.count, 'bad record')} of --data left out: "
             f"{text.bad}",
-            file=sys.stderr,
+            sys.stderr,
         )
     if text.left_out:
-        print(f"fullshard: note: not read of --data: {', '.join(text.left_out)}", file=sys.stderr)
+        say(f"fullshard: note: not read of --data: {', '.join(text.left_out)}", sys.stderr)
 
 
 def _tell_cut(rows: Rows, seq: int) -> None:
     """Print a note if samples are longer than a row, or a row has only one."""
     if isinstance(rows, Packed) and rows.alone:
         share = rows.num_learned(np.arange(len(rows))) / (len(rows) * seq)
-        print(
+        say(
             "fullshard: note: the model takes no position_ids, so each chat has a row of its own, "
             f"of which {share:.0%} is learned: a smaller --seq wastes less",
-            file=sys.stderr,
+            sys.stderr,
         )
     if isinstance(rows, Packed) and rows.num_cut:
-        print(
+        say(
             f"fullshard: note: {_count(rows.num_cut, 'chat')} of more than {seq} tokens: "
             "what is behind is not read, give a greater --seq",
-            file=sys.stderr,
+            sys.stderr,
         )

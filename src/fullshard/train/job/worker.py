@@ -39,9 +39,9 @@ from fullshard.train.run import (
     RunLock,
     Saves,
     draw_loss,
-    plain_console,
     read_best,
     read_metrics,
+    say,
     weights_key,
 )
 from fullshard.train.world import World, join_world, speaks
@@ -177,13 +177,13 @@ def _together(world: World, do: Callable[[], Result]) -> Result:
 def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: World) -> None:
     """Print a sample, export, draw the loss and print the paths of all output."""
     run = RunDir(Path(config.out))
-    console = plain_console(enabled=world.is_first)
+    tell = say if world.is_first else lambda _: None
     if config.trace:
-        console.print(f"trace        fullshard trace {config.out}  makes the report of this start")
+        tell(f"trace        fullshard trace {config.out}  makes the report of this start")
     if trained.why_over is not None:
-        console.print(f"ended after step {trained.step} of {config.steps} by {trained.why_over}")
+        tell(f"ended after step {trained.step} of {config.steps} by {trained.why_over}")
     elif trained.step < config.steps:
-        console.print(
+        tell(
             f"stopped after step {trained.step} of {config.steps}; "
             f"fullshard train --out {config.out} --resume  goes on"
         )
@@ -194,27 +194,25 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
     if not world.is_first:
         return
     if written is not None:
-        console.print(f"\na sample of what it writes now:\n\n{written}\n")
+        say(f"\na sample of what it writes now:\n\n{written}\n")
     if not draw_loss(run.metrics, run.picture):
-        console.print("no picture is drawn: pip install matplotlib brings loss.png")
+        say("no picture is drawn: pip install matplotlib brings loss.png")
     bits = read_metrics(run.metrics)[-1].get("eval_bits_per_byte", math.nan)  # if not finite
     drawn = f", drawn in {run.picture}" if run.picture.exists() else ""
-    console.print(
-        f"metrics      {run.metrics}: {bits:.2f} held-out bits per byte at the end{drawn}"
-    )
+    say(f"metrics      {run.metrics}: {bits:.2f} held-out bits per byte at the end{drawn}")
     best = read_best(run)
     named = "" if best is None else f", {best.path} the best ({best.bits_per_byte:.2f})"
-    console.print(f"checkpoints  {run.newest_checkpoint()} is the newest{named}")
+    say(f"checkpoints  {run.newest_checkpoint()} is the newest{named}")
     drifted = drift(run.plan, run.metrics, on_device=world.device.type != "cpu")
     if drifted is not None:
-        console.print(f"plan         {drifted}")
+        say(f"plan         {drifted}")
     if config.export is not None:
         what = "model" if config.lora is None or config.merge else "adapters"
-        console.print(f"exported     {config.export} holds the {what}")
+        say(f"exported     {config.export} holds the {what}")
     if config.data is None:
-        console.print("next         fullshard train --name mine --data PATH  learns your own text")
+        say("next         fullshard train --name mine --data PATH  learns your own text")
     else:
-        console.print("next         fullshard train --help  shows larger models and longer runs")
+        say("next         fullshard train --help  shows larger models and longer runs")
 
 
 def _sample(config: TrainConfig, text: TokenizedText, trained: Trained, world: World) -> str | None:

@@ -18,17 +18,19 @@ from fullshard.train.run.metrics import (
     MetricsFile,
     StepRecord,
     begin_wire_check,
+    device_nbytes,
     draw_loss,
     drop_after,
     end_wire_check,
     peak_memory_nbytes,
+    planned_flops,
     read_metrics,
     recording,
     shard_nbytes,
     waited_s,
 )
 from fullshard.train.run.patience import HeldOut
-from fullshard.train.run.progress import Reporter, plain_console
+from fullshard.train.run.progress import Reporter, say
 from fullshard.train.run.saves import Saves
 from fullshard.train.run.signals import Stopping, stopping
 from fullshard.train.run.trackers import check_tracker, tracker_of

@@ -114,6 +114,11 @@ def peak_memory_nbytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
+def device_nbytes(device: torch.device) -> int | None:
+    """Return the size of a GPU's memory; None for a CPU."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+
+
 def shard_nbytes(model: nn.Module) -> int:
     """Return the bytes of this worker's parameters between steps; gradients are as large."""
     return sum(
@@ -156,6 +161,13 @@ def recording(config: TrainConfig, run: RunDir, model: nn.Module) -> AbstractCon
     if plan is not None and not plan["has_times"]:
         del plan["step_s"]
     return fullshard.trace(model, run.trace, plan=plan)
+
+
+def planned_flops(run: RunDir) -> float | None:
+    """Return the FLOPs of a worker's step, from the plan of the run; None without a plan."""
+    if not run.plan.exists():
+        return None
+    return float(json.loads(run.plan.read_text(encoding="utf-8"))["flops"])
 
 
 def draw_loss(metrics: Path, picture: Path) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 import time
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Iterator
+from typing import Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,11 +19,25 @@ from fullshard.plan import in_bytes
 from fullshard.train.run.metrics import StepRecord
 
 _PLAIN_LINES = 30  # approximate number of lines of a run without a terminal
+_LABEL = 13  # columns of a label such as "checkpoints"
 
 
-def plain_console(*, enabled: bool) -> Console:
-    """Return a console that prints text unchanged, or nothing if not ``enabled``."""
-    return Console(quiet=not enabled, markup=False, highlight=False, soft_wrap=True, emoji=False)
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print ``text`` to ``file`` (stdout by default); break lines between words on a terminal."""
+    file = file or sys.stdout
+    if file.isatty():
+        text = wrapped(text, shutil.get_terminal_size().columns)
+    print(text, file=file)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Break the lines of ``text`` between words, and indent the lines that continue another."""
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.split("\n"):
+        wrapper.subsequent_indent = " " * (_LABEL if line[:_LABEL].endswith("  ") else 4)
+        lines += wrapper.wrap(line) or [""]
+    return "\n".join(lines)
 
 
 class Reporter:
@@ -30,6 +47,8 @@ class Reporter:
         total: the last step of this start of the run.
         first: the step before the first step of this start.
         enabled: whether this worker prints.
+        flops: FLOPs of a worker's step; None if they are not known.
+        device_nbytes: memory of a worker's device; None on a CPU.
         console: the console to print to; None for stdout.
         clock: returns seconds since an arbitrary moment.
     """
@@ -40,10 +59,17 @@ class Reporter:
         total: int,
         first: int,
         enabled: bool,
+        flops: float | None = None,
+        device_nbytes: int | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.console = console or plain_console(enabled=enabled)
+        self.console = console or Console(
+            quiet=not enabled, markup=False, highlight=False, soft_wrap=True, emoji=False
+        )
+        self._flops, self._device_nbytes = flops, device_nbytes
+        self.saved_step: int | None = None
+        """The step of the last checkpoint that was begun."""
         self._total = total
         self._first = first
         self._every = max(1, total // _PLAIN_LINES)
@@ -56,7 +82,7 @@ class Reporter:
         """Show a step that has just ended."""
         left_s = self._left_s(record.step)
         if self._live is not None:
-            self._live.update(_frame(record, total=self._total, left_s=left_s))
+            self._live.update(self._frame(record, left_s=left_s))
             if record.eval_bits_per_byte is not None:
                 bits = f"{record.eval_bits_per_byte:.3f} bits per byte of held-out text"
                 self.console.print(f"step {record.step}: {bits}")
@@ -70,6 +96,38 @@ class Reporter:
     def _left_s(self, step: int) -> float:
         elapsed_s = self._clock() - self._started_s
         return elapsed_s / (step - self._first) * (self._total - step)
+
+    def _frame(self, record: StepRecord, *, left_s: float) -> Group:
+        """Build the live view: progress, quality and cost of the training."""
+        head = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=self._total, completed=record.step, width=20)
+        passed = _clock(self._clock() - self._started_s)
+        head.add_row(bar, f"step {record.step}/{self._total}", f"{passed}, {_clock(left_s)} left")
+        pairs = list(self._figures(record))
+        width = self.console.width
+        per_row = 3 if width >= 80 else 2 if width >= 56 else 1
+        figures = Table.grid(padding=(0, 2))
+        for _ in range(per_row):
+            figures.add_column(style="dim", no_wrap=True)
+            figures.add_column(min_width=9)  # else columns move when a number gains a digit
+        for at in range(0, len(pairs), per_row):
+            figures.add_row(*(text for pair in pairs[at : at + per_row] for text in pair))
+        return Group(Text(), head, figures)
+
+    def _figures(self, record: StepRecord) -> Iterator[tuple[str, str]]:
+        yield "loss", f"{record.loss:.3f}"
+        yield "grad norm", f"{record.grad_norm:.2f}"
+        yield "learning rate", f"{record.lr:.2e}"
+        yield "tokens/s", f"{record.tokens_per_s:,.0f}"
+        if self._flops is not None:
+            yield "TFLOP/s each", f"{self._flops / record.seconds / 1e12:.3g}"
+        yield "waiting", f"{record.waiting:.0%} of a step"
+        peak = record.peak_memory_nbytes
+        share = "" if self._device_nbytes is None else f" ({peak / self._device_nbytes:.0%})"
+        yield "peak memory", in_bytes(peak) + share
+        yield "shards", in_bytes(record.shard_nbytes)
+        if self.saved_step is not None:
+            yield "checkpoint", f"step {self.saved_step}"
 
     def __enter__(self) -> Self:
         self._started_s = self._clock()
@@ -100,28 +158,6 @@ def _line(record: StepRecord, *, total: int, left_s: float) -> str:
         error = getattr(record, name)
         text += "" if error is None else f" {name}={error:.2e}"
     return text
-
-
-def _frame(record: StepRecord, *, total: int, left_s: float) -> Group:
-    """Build the live view: progress, quality and cost of the training."""
-    head = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=total, completed=record.step, width=30)
-    head.add_row(bar, f"step {record.step}/{total}", f"{_clock(left_s)} left")
-    figures = Table.grid(padding=(0, 2))
-    for _ in range(3):
-        figures.add_column(style="dim")
-        figures.add_column(min_width=9)  # else columns move when a number gains a digit
-    figures.add_row(
-        "loss", f"{record.loss:.3f}",
-        "grad norm", f"{record.grad_norm:.2f}",
-        "tokens/s", f"{record.tokens_per_s:,.0f}",
-    )  # fmt: skip
-    figures.add_row(
-        "peak memory/rank", in_bytes(record.peak_memory_nbytes),
-        "shards/rank", in_bytes(record.shard_nbytes),
-        "waiting", f"{record.waiting:.0%} of a step",
-    )  # fmt: skip
-    return Group(Text(), head, figures)
 
 
 def _clock(seconds: float) -> str:
