@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -38,10 +41,90 @@ def test_a_head_is_known_by_its_name_alone() -> None:
 
 def test_outputs_inside_blocks_are_no_heads() -> None:
     attention = nn.ModuleDict({"output": nn.Linear(4, 4)})
-    assert chosen(nn.ModuleDict({"layers": nn.ModuleList([attention])})) == {
+    layers = nn.ModuleList([attention])
+    assert chosen(nn.ModuleDict({"tokens": nn.Embedding(8, 4), "layers": layers})) == {
+        "tokens.weight": "adamw",
         "layers.0.output.weight": "muon",
         "layers.0.output.bias": "adamw",
     }
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+
+
+def layers(*sizes: int) -> list[nn.Module]:
+    return [nn.Linear(*pair, bias=False) for pair in pairwise(sizes)]
+
+
+def by_adamw(model: nn.Module) -> set[str]:
+    """The matrices that AdamW steps."""
+    rule = Muon(model).rule
+    return {one.names[0] for one in rule if len(one.shape) > 1 and one.algorithm == "adamw"}
+
+
+SEQUENTIALS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "classifier": (lambda: nn.Sequential(*layers(7, 5, 5, 3), nn.Softmax()), {"2.weight"}),
+    "autoencoder": (lambda: nn.Sequential(*layers(7, 5, 7)), {"1.weight"}),
+    "language model": (
+        lambda: nn.Sequential(nn.Embedding(9, 4), block(), nn.LayerNorm(4), nn.Linear(4, 9)),
+        {"0.weight", "3.weight"},
+    ),
+    "norm and head in one": (
+        lambda: nn.Sequential(block(), block(), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))),
+        {"2.1.weight"},
+    ),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU()), *layers(5, 2)),
+        {"1.weight"},
+    ),
+    "by names": (
+        lambda: nn.Sequential(OrderedDict(zip(["first", "last"], layers(4, 4, 2), strict=True))),
+        {"last.weight"},
+    ),
+    "inside of a model": (
+        lambda: nn.ModuleDict({"body": block(), "to_logits": nn.Sequential(*layers(4, 9))}),
+        {"to_logits.0.weight"},
+    ),
+    "embedding, then blocks": (
+        lambda: nn.Sequential(nn.Embedding(9, 4), block(), block()),
+        {"0.weight"},
+    ),
+    "blocks in a list": (
+        lambda: nn.ModuleDict({"wte": nn.Embedding(9, 4), "h": nn.ModuleList([block(), block()])}),
+        {"wte.weight"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENTIALS)
+def test_the_ends_of_a_sequential_go_to_adamw(name: str) -> None:
+    make, expected = SEQUENTIALS[name]
+    assert by_adamw(make()) == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(*layers(4, 4, 4, 4)),  # any of these may be the head
+        lambda: nn.Sequential(block(), block()),
+        lambda: nn.Sequential(*layers(4, 4, 3), nn.LayerNorm(3)),
+        lambda: nn.ModuleDict({"conv": nn.Conv1d(4, 4, 1), "fc": nn.Linear(4, 3)}),
+    ],
+)
+def test_a_model_without_known_ends_is_told_once_what_muon_steps(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = make()
+    with pytest.warns(UserWarning, match="Muon found no head and no embedding") as told:
+        optimizer = Muon(model)
+    (warned,) = told
+    assert warned.filename == __file__
+    matrices = [name for name, param in model.named_parameters() if param.dim() > 1]
+    assert f"so it steps {', '.join(matrices)}; " in str(warned.message)
+    assert all(one.algorithm == "muon" for one in optimizer.rule if len(one.shape) > 1)
+    Muon(model, rule={matrices[-1]: "adamw"})  # an answer, and no warning
+    Muon(model, rule=dict.fromkeys(matrices, "muon"))
 
 
 def test_it_prints_what_it_chose_and_why() -> None:

@@ -25,6 +25,7 @@ from fullshard.optim.muon.rule import (
     ParamChoice,
     Rule,
     choose,
+    warn_without_ends,
 )
 from fullshard.optim.owned import OwnedOptimizer
 
@@ -126,6 +127,7 @@ class Muon(Optimizer):
         if not trained:
             raise ConfigError("Muon: the model has no parameter that requires a gradient")
         super().__init__(list(_groups_of(trained)), {})
+        warn_without_ends(self.rule)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have gradients.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,6 +18,7 @@ from fullshard.optim.owned import placement_of
 from fullshard.tensors.form import clean_name
 
 MUON, ADAMW = "muon", "adamw"
+_DEFAULT = "two dims or more"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,7 @@ class ParamInfo:
         names: all names of the parameter, of which a tied one has several.
         modules: the modules that have it, one for each name.
         vocabularies: the numbers of rows of all embeddings of the model.
+        head: the linear layer that ends an ``nn.Sequential`` and the model, if it is a head.
     """
 
     param: nn.Parameter
@@ -36,6 +39,7 @@ class ParamInfo:
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
     vocabularies: frozenset[int]
+    head: nn.Module | None = None
 
 
 Answer = str | Mapping[str, Any] | None
@@ -125,8 +129,8 @@ def default_rule(name: str, info: ParamInfo) -> tuple[str, str]:
     """Return ``"muon"`` or ``"adamw"`` for a parameter, and why.
 
     AdamW steps everything with less than two dims, norms, embeddings, and heads: linear layers that
-    are named so, or that are as wide as an embedding has rows. Of layers in numbered blocks, only
-    the name ``lm_head`` makes a head.
+    are named so, that are as wide as an embedding has rows, or that end an ``nn.Sequential`` with
+    another width. Of layers in numbered blocks, only the name ``lm_head`` makes a head.
     """
     if len(info.shape) < 2:
         return ADAMW, "fewer than 2 dims"
@@ -136,7 +140,20 @@ def default_rule(name: str, info: ParamInfo) -> tuple[str, str]:
         why = _why_adamw(own, module, info)
         if why is not None:
             return ADAMW, why
-    return MUON, "two dims or more"
+    return MUON, _DEFAULT
+
+
+def warn_without_ends(choices: Choices) -> None:
+    """Warn if matrices go to Muon by default and no head or embedding goes to AdamW."""
+    names = [one.names[0] for one in choices if one.why == _DEFAULT]
+    if names and not any(len(one.shape) > 1 and one.algorithm == ADAMW for one in choices):
+        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
+        warnings.warn(
+            f"Muon found no head and no embedding, so it steps {listed}; AdamW suits the "
+            f'first and last layer of a model better: give rule={{"{names[-1]}": "adamw"}} for '
+            'such a layer, or rule={"NAME": "muon"} for each of these that is neither',
+            stacklevel=3,
+        )
 
 
 def _infos(model: nn.Module) -> Iterator[ParamInfo]:
@@ -150,11 +167,33 @@ def _infos(model: nn.Module) -> Iterator[ParamInfo]:
             name = clean_name(f"{path}.{own}" if path else own)
             params[id(param)] = param
             places.setdefault(id(param), []).append((name, module))
+    head = _last_of_sequential(model)
     for key, param in params.items():
         names, modules = zip(*places[key], strict=True)
         placed = placement_of(param, f"Muon: parameter {names[0]!r}")
         shape = tuple(param.shape) if placed is None else placed[0].shape
-        yield ParamInfo(param, shape, names, modules, frozenset(vocabularies))
+        yield ParamInfo(param, shape, names, modules, frozenset(vocabularies), head)
+
+
+def _last_of_sequential(model: nn.Module) -> nn.Module | None:
+    """Return the linear layer that ends an ``nn.Sequential`` and the model, if it is a head.
+
+    A head has another width than the input of the member of the ``nn.Sequential`` that it is in.
+    Blocks, which are such members, too, end as wide as they begin.
+    """
+    path, last = "", model
+    for name, module in model.named_modules(remove_duplicate=False):
+        if any(param is not None for param in module._parameters.values()):
+            path, last = name, module
+    outer = member = model
+    for part in path.split("."):
+        outer, member = member, member.get_submodule(part)
+        if isinstance(outer, nn.Sequential) or part.isdigit():
+            break
+    if not isinstance(outer, nn.Sequential) or not isinstance(last, nn.Linear):
+        return None
+    first = next(one for one in member.modules() if isinstance(one, nn.Linear))
+    return last if last.out_features != first.in_features else None
 
 
 def _choice(info: ParamInfo, rule: Rule | None) -> ParamChoice:
@@ -236,6 +275,8 @@ def _why_adamw(name: str, module: nn.Module, info: ParamInfo) -> str | None:
     if own.endswith("bias"):
         return "a bias"
     last = path[-1] if path else ""
+    if module is info.head:
+        return "a head, the last layer of a Sequential"
     in_blocks = any(part.isdigit() for part in path)
     if last in (_LM_HEADS if in_blocks else _HEADS):
         return f"a head by its name, {last}"
