@@ -66,10 +66,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def config_of(folder: Path, kind: str, **options: Any) -> TrainConfig:
     model = folder / kind
     if not model.exists():
-        written(folder, kind)
+        longest = "n_positions" if kind == "gpt2" else "max_position_embeddings"
+        written(folder, kind, **{longest: 64})
         write_chat_tokenizer(model)
         write_chats(folder / "chats.jsonl", 60)
-    given = {"steps": 3, "batch": 2, "seq": 40, "accumulate": 2, "lr": 3e-3, **options}
+    given = {"steps": 3, "batch": 2, "seq": 64, "accumulate": 2, "lr": 3e-3, **options}
     paths = {"model": f"hf:{model}", "init": str(model), "data": str(folder / "chats.jsonl")}
     return TrainConfig(**paths, out=str(folder / "run"), **given)
 
@@ -313,12 +314,25 @@ def test_models_without_positions_read_each_chat_in_a_row_of_its_own(
     config = config_of(tmp_path, kind)
     prepare(config, num_workers=2).close()
     said = capfd.readouterr().err
-    assert "note: the model takes no position_ids, so each chat has a row of its own" in said
+    assert (
+        "note: each chat has a row of its own (--no-pack, or a model that takes no position" in said
+    )
     rows = text_of(config).train.rows(config.seq)
     batch = rows.read(np.arange(len(rows)))
     assert batch.positions is None and len(rows) > 50
     expected = expected_losses(config, alone(config), 2)
     assert pool.run(2, tuned, config, 3, None)[0][0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_chats_have_rows_of_their_own_if_asked(tmp_path: Path) -> None:
+    packed, apart = (
+        text_of(config_of(tmp_path, "llama", pack=pack)).train.rows(64) for pack in (True, False)
+    )
+    assert len(apart) > 50 > len(packed) + 20  # most rows have two chats
+    batch = apart.read(np.arange(len(apart)))
+    assert batch.positions is None and (batch.labels != -100).any(axis=1).all()
+    learned = [rows.num_learned(np.arange(len(rows))) for rows in (packed, apart)]
+    assert learned[0] == learned[1]
 
 
 def balanced(config: TrainConfig, path: Path) -> list[tuple[float, float]]:
@@ -417,7 +431,7 @@ def test_a_model_that_reads_across_samples_is_refused(
     one, other = Leaking(share)(firsts, torch.zeros(()))[:, 8:]
     assert 0.05 < (one - other).abs().max() / one.abs().max() < 0.3
     config = config_of(tmp_path, "llama", dtype=dtype)
-    with pytest.raises(RankError, match="reads samples of one row as one text"):
+    with pytest.raises(RankError, match=r"reads samples of one row as one text.*: give --no-pack"):
         pool.run(2, leaks, config, share)
 
 

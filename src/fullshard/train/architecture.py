@@ -107,7 +107,7 @@ def load_text_for(architecture: Architecture, config: TrainConfig) -> TokenizedT
     pretrained = None if config.init is None else Path(config.init)
     size = architecture.vocab_size if pretrained else min(architecture.vocab_size, MOST_TOKENS)
     text = load_text(config.data, vocab_size=size, pretrained=pretrained, skip_bad=config.skip_bad)
-    if architecture.takes_positions:
+    if architecture.takes_positions and config.pack:
         return text
     train, held_out = (replace(part, alone=True) for part in (text.train, text.held_out))
     return replace(text, train=train, held_out=held_out)

@@ -189,6 +189,7 @@ class TrainConfig:
     skip_bad: Annotated[bool, Option("Leave out bad records of --data, and count them.", _TEXT)] = (
         False
     )
+    pack: Annotated[bool, Option("Put several short chats in one sequence.", _TEXT)] = True
     init: Annotated[
         str | None,
         Option(
