@@ -1,10 +1,16 @@
-"""Run every program and write the table: ``python -m tests.frameworks [words of rows ...]``."""
+"""Run the programs and write their table: ``python -m tests.frameworks [words of rows ...]``.
+
+``python -m tests.frameworks models [words of rows ...]`` does so for the architectures.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from tests.frameworks.matrix import main
+from tests.frameworks import architectures, matrix
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:2] == ["models"]:
+        architectures.main(sys.argv[2:])
+    else:
+        matrix.main(sys.argv[1:])

@@ -318,10 +318,10 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def parts() -> tuple[str, str, str]:
+def parts(begin: str = BEGIN, end: str = END) -> tuple[str, str, str]:
     """The page before the table, the table, and the page after it."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    inside, after = rest.split(END)
+    before, rest = PAGE.read_text().split(begin)
+    inside, after = rest.split(end)
     return before, inside, after
 
 

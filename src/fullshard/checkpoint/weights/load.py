@@ -319,6 +319,8 @@ class _Lacking(NamedTuple):
     names: dict[str, str]
     """Of the tensors: in the model, and in the module or below."""
     initialise: Callable[[nn.Module], object] | None
+    around: Sequence[nn.Module] = ()
+    """Modules whose initialisation may give the values, too; the innermost first."""
 
     @property
     def is_sharded(self) -> bool:
@@ -334,13 +336,19 @@ class _Lacking(NamedTuple):
         assert self.initialise is not None
         before = self._tensors()
         versions = {name: own._version for name, own in before.items()}
-        self.initialise(self.module)
-        for name, own in self._tensors().items():
-            if own is before[name] and own._version == versions[name]:
-                raise ConfigError(
-                    f"{type(self.module).__name__} left {name} as it was; pass load_weights an "
-                    "init that gives it a value"
-                )
+        for module in (self.module, *self.around):
+            self.initialise(module)
+            left = [
+                name
+                for name, own in self._tensors().items()
+                if own is before[name] and own._version == versions[name]
+            ]
+            if not left:
+                return
+        raise ConfigError(
+            f"{type(self.module).__name__} left {left[0]} as it was; pass load_weights an "
+            "init that gives it a value"
+        )
 
     def _tensors(self) -> dict[str, Tensor]:
         places = zip(self.names, self._places(), strict=True)
@@ -370,7 +378,8 @@ def _lacking(
         }
         reset = _reset if hasattr(module, "reset_parameters") else None
         if names:
-            found.append(_Lacking(module, names, init or of_models[path] or reset))
+            outer = _around(model, path, of_models) if init is None and of_models[path] else ()
+            found.append(_Lacking(module, names, init or of_models[path] or reset, outer))
     for layer in layers:
         names = {
             f"{layer.path}{name}": f"{path}.{own}" if path else own
@@ -381,6 +390,14 @@ def _lacking(
         if names:
             found.append(_Lacking(layer.layer, names, init or partial(reset_adapters, model)))
     return found
+
+
+def _around(model: nn.Module, path: str, of_models: dict[str, Any]) -> list[nn.Module]:
+    """Return the modules around ``path`` that are in the same model, the innermost first."""
+    outer = []
+    while path and of_models[path := path.rpartition(".")[0]] is not None:
+        outer.append(model.get_submodule(path))
+    return outer
 
 
 def _on_meta(path: str, module: nn.Module) -> dict[str, str]:

@@ -120,7 +120,10 @@ def planned_tensors(
     if dtype is not None and not (dtype.is_floating_point and datafile.is_known(dtype)):
         raise ConfigError(f"dtype={dtype}: expected one of floating point that files can hold")
     entries = {n.removeprefix("model/"): manifest.entry(n) for n in manifest.names()}
+    inner = pretrained(model)
+    ignored = getattr(inner, "_keys_to_ignore_on_save", None) or ()  # such as computed positions
     used = plain_names(model, entries, in_use=True)
+    used = {name: plain for name, plain in used.items() if plain not in ignored}
     shapes = {name: entry.shape for name, entry in entries.items() if name in used}
     found = []
     for stored in stored_tensors(model, shapes):

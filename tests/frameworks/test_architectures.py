@@ -1,0 +1,48 @@
+"""Models of transformers, sharded, give what they give in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.architectures import (
+    ARCHITECTURES,
+    BEGIN,
+    END,
+    Architecture,
+    Result,
+    examine,
+    row,
+)
+from tests.frameworks.matrix import parts
+from tests.ranks.pool import RankPool
+
+pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+ALWAYS = {"deepseek_v3", "falcon_h1", "marian", "resnet"}
+
+each_architecture = pytest.mark.parametrize(
+    "one",
+    [
+        pytest.param(one, marks=[] if one.name in ALWAYS else pytest.mark.more)
+        for one in ARCHITECTURES
+    ],
+    ids=lambda one: one.name,
+)
+
+
+def expected(one: Architecture) -> Result:
+    return Result("equal", "equal", one.chats if one.is_causal else "")
+
+
+@each_architecture
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_it_gives_what_one_process_gives(pool: RankPool, tmp_path: Path, one: Architecture) -> None:
+    assert examine(one, pool, tmp_path) == expected(one)
+
+
+def test_the_table_has_these_results() -> None:
+    """If not: ``python -m tests.frameworks models``."""
+    rows = parts(BEGIN, END)[1].splitlines(keepends=True)[2:]
+    assert rows == [row(one, expected(one)) for one in ARCHITECTURES]
