@@ -24,7 +24,7 @@ from torch import Tensor
 import fullshard
 from fullshard import checkpoint
 from fullshard.errors import ConfigError
-from tests.frameworks.matrix import PAGE, parts
+from tests.frameworks.matrix import PAGE, TIMEOUT_S, parts
 from tests.ranks.pool import RankPool
 
 BEGIN, END = "<!-- architectures -->\n", "<!-- end of architectures -->\n"
@@ -241,7 +241,7 @@ ARCHITECTURES = [
     Architecture(
         "clip",
         "",
-        "two towers, a scalar parameter, so `Ragged()`",
+        "two towers, a scalar parameter, so `Ragged()` alone",
         {
             "text_config": {**SIZES, **MARKS, "projection_dim": 16},
             "vision_config": {**SIZES, **IMAGES, "projection_dim": 16},
@@ -334,16 +334,18 @@ TOLERANCE = 1e-6
 """Of weights in fp64: models compute norms and rotations in fp32, whatever their dtype."""
 
 
-def trained_and_exported(one: Architecture, folder: Path) -> tuple[str, str]:
+LAYOUTS = {"per-parameter": fullshard.PerParameter(), "ragged": fullshard.Ragged()}
+
+
+def trained_and_exported(one: Architecture, folder: Path, layout: str) -> tuple[str, str]:
     """On ranks: train in shards and in one process, export both, and compare."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with torch.device("meta"):
         model = built(one).train()
-    layout = fullshard.Ragged() if one.has_scalars else fullshard.PerParameter()
-    fullshard.shard_blocks(model, layout=layout)
+    fullshard.shard_blocks(model, layout=LAYOUTS[layout])
     loaded = checkpoint.load_weights(model, folder)
     if loaded != ([], []):
-        return f"not loaded: {loaded}", ""
+        return f"not loaded: {loaded}", "not run"
     theirs = family(one).from_pretrained(folder, **IN_FP64).train()
     for param, own in zip(theirs.parameters(), built(one).parameters(), strict=True):
         param.requires_grad_(own.requires_grad)  # from_pretrained of transformers unfreezes all
@@ -362,19 +364,19 @@ def trained_and_exported(one: Architecture, folder: Path) -> tuple[str, str]:
     said = said or apart(full, theirs.state_dict(), TOLERANCE)
     if not said and apart(before, full, 1e-4) == "":
         said = "no weight moved"
-    return said or "equal", exported(one, model, theirs, folder, whole)
+    return said or "equal", exported(one, model, theirs, folder.parent / layout, whole)
 
 
 def exported(
     one: Architecture, model: Any, theirs: Any, folder: Path, batch: dict[str, Tensor]
 ) -> str:
     """On ranks: export a trained model; compare it with what transformers writes of its own."""
-    ours, other = folder.with_name("ours"), folder.with_name("theirs")
+    ours, other = folder.with_suffix(".ours"), folder.with_suffix(".theirs")
     checkpoint.save_weights(model, ours)
     with torch.no_grad():
         logits = logits_of(model.eval(), batch)
     if dist.get_rank() != 0:
-        return ""
+        return "equal"
     theirs.save_pretrained(other)
     said = apart(files_in(ours), files_in(other), TOLERANCE)
     if said:
@@ -415,11 +417,11 @@ def chats_of(one: Architecture, path: Path, pool: RankPool) -> str:
     config = config_of(path.parent, one.name, steps=2, seq=LONGEST)
     rows: Any = text_of(config).train.rows(LONGEST)
     assert rows.alone or len(rows) < 50  # some rows have several chats
-    found = pool.run(WORLD, chatted, config)[0]
+    found = pool.run(WORLD, chatted, config, timeout_s=TIMEOUT_S)[0]
     added = ""
     if isinstance(found, str) and "give --no-pack" in found:
         added, config = ", with `--no-pack`", replace(config, pack=False)
-        found = pool.run(WORLD, chatted, config)[0]
+        found = pool.run(WORLD, chatted, config, timeout_s=TIMEOUT_S)[0]
     if isinstance(found, str):
         return f"refused: {found}"
     expected = expected_losses(config, alone(config), WORLD)
@@ -430,9 +432,16 @@ def chats_of(one: Architecture, path: Path, pool: RankPool) -> str:
 def examine(one: Architecture, pool: RankPool, folder: Path) -> Result:
     """Run everything for an architecture."""
     path = written(one, folder)
-    found = pool.run(WORLD, trained_and_exported, one, path)
-    trained = next((said for said, _ in found if said != "equal"), "equal")
-    exports = found[0][1]
+    found = [
+        (layout, *said)
+        for layout in LAYOUTS
+        if layout == "ragged" or not one.has_scalars
+        for said in pool.run(WORLD, trained_and_exported, one, path, layout, timeout_s=TIMEOUT_S)
+    ]
+    trained, exports = (
+        next((f"{layout}: {said[at]}" for layout, *said in found if said[at] != "equal"), "equal")
+        for at in (0, 1)
+    )
     return Result(trained, exports, chats_of(one, path, pool) if one.is_causal else "")
 
 

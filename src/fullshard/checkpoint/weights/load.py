@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,8 +208,7 @@ class _Target:
         with torch.random.fork_rng(drawn_on), torch.no_grad():
             torch.manual_seed(seed)
             for one in self._lacking:
-                with unshard_params(one.module, recurse=False) if one.is_sharded else nullcontext():
-                    one.fill()
+                one.fill()
         tree = Tree(self._model, "load_weights")
         with StoredReader(folder, self._files) as reader, torch.no_grad():
             for row in tree.rows():
@@ -322,11 +321,6 @@ class _Lacking(NamedTuple):
     around: Sequence[nn.Module] = ()
     """Modules whose initialisation may give the values, too; the innermost first."""
 
-    @property
-    def is_sharded(self) -> bool:
-        """True if a unit owns one of the tensors."""
-        return any(owner_of(Place(*place)) is not None for place in self._places())
-
     def fill(self) -> None:
         """Give values to the tensors.
 
@@ -334,21 +328,36 @@ class _Lacking(NamedTuple):
             ConfigError: one has none then.
         """
         assert self.initialise is not None
-        before = self._tensors()
-        versions = {name: own._version for name, own in before.items()}
         for module in (self.module, *self.around):
-            self.initialise(module)
-            left = [
-                name
-                for name, own in self._tensors().items()
-                if own is before[name] and own._version == versions[name]
-            ]
+            with self._unsharded(module):
+                before = self._tensors()
+                versions = {name: own._version for name, own in before.items()}
+                self.initialise(module)
+                left = [
+                    name
+                    for name, own in self._tensors().items()
+                    if own is before[name] and own._version == versions[name]
+                ]
             if not left:
                 return
         raise ConfigError(
             f"{type(self.module).__name__} left {left[0]} as it was; pass load_weights an "
             "init that gives it a value"
         )
+
+    def _unsharded(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Show the tensors in full, and the parameters that ``module`` initialises with them."""
+        places = {
+            one: [(one, name) for name, param in one._parameters.items() if param is not None]
+            for one in (self.module, module)
+        }
+        places[self.module] += self._places()
+        sharded = [
+            one
+            for one, own in places.items()
+            if any(owner_of(Place(*place)) is not None for place in own)
+        ]
+        return unshard_params(sharded, recurse=False) if sharded else nullcontext()
 
     def _tensors(self) -> dict[str, Tensor]:
         places = zip(self.names, self._places(), strict=True)
