@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -294,15 +295,19 @@ def test_what_cannot_be_sharded_is_refused_and_unchanged(case: BadModule) -> Non
     case.right(given)
 
 
-def test_parameters_with_spmd_types_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Annotations of the package ``spmd_types``, which PyTorch's FSDP2 takes from 2.15 on."""
+def test_annotated_parameters_are_refused_without_dp_mesh_dims(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Annotations of the package ``spmd_types`` need the mesh that they are of."""
     package: Any = ModuleType("spmd_types")
+    package.no_typecheck = nullcontext
     package.get_local_type = lambda param: getattr(param, "_local_type", {})
     monkeypatch.setitem(sys.modules, "spmd_types", package)
     model: Any = layers()
     model[2].weight._local_type = {"tp": "R"}
     before = shape_of(model)
-    with pytest.raises(errors.NotBuiltError, match=r"parameter 2\.weight is annotated by spmd_t"):
+    text = r"parameter 2\.weight: it is annotated by spmd_types, but dp_mesh_dims is not given"
+    with pytest.raises(errors.ConfigError, match=text):
         fully_shard(model)
     assert shape_of(model) == before
     del model[2].weight._local_type

@@ -89,15 +89,6 @@ def mark_flattened(param: Tensor, fqns: Iterable[str] | None = None) -> None:
         param._fqns = tuple(fqns)  # type: ignore[attr-defined]
 
 
-def has_spmd_types(param: Tensor) -> bool:
-    """Return whether ``param`` has ``spmd_types`` annotations of the axes that shard it.
-
-    FSDP2 accepts such parameters since 2.15. Code that annotates them has imported the package.
-    """
-    package = sys.modules.get("spmd_types")
-    return package is not None and bool(package.get_local_type(param))
-
-
 def overrides_setattr(module: nn.Module) -> bool:
     """Return whether the class of ``module`` overrides ``nn.Module.__setattr__``."""
     return type(module).__setattr__ is not nn.Module.__setattr__

@@ -37,6 +37,7 @@ from fullshard.schedule import (
 )
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
+from fullshard.tensors import unchecked
 
 log = logging.getLogger("fullshard")
 
@@ -211,7 +212,7 @@ class Engine:
 
     def trigger(self, trigger: Trigger) -> None:
         """Pass ``trigger`` to the scheduler, then carry out its actions; one thread at a time."""
-        with self.backward.lock:
+        with self.backward.lock, unchecked():
             if self.backward.dead and type(trigger) is not when.TaskDied:
                 self.backward.report_dead()
             self._hear(trigger)
@@ -296,7 +297,7 @@ class Engine:
                 f"a forward of {_named(unit)} was called while another thread is in a backward of "
                 "the model. Call it when that backward has ended"
             )
-        with self.backward.lock:
+        with self.backward.lock, unchecked():
             self._enter(unit, member, inputs)
 
     def _enter(self, unit: Unit, member: int, inputs: Iterable[Tensor]) -> None:
@@ -334,7 +335,7 @@ class Engine:
 
     def exit(self, unit: Unit, member: int, outputs: Iterable[Tensor], *, failed: bool) -> None:
         """Exit the forward of ``member`` of ``unit``, which ended or was left by an exception."""
-        with self.backward.lock:
+        with self.backward.lock, unchecked():
             use = self._uses.get(unit.key)
             if use is None or not use.running:
                 return  # another hook failed before ours, so the member never entered

@@ -18,6 +18,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fullshard._torch import autograd as _autograd
 from fullshard._torch import memory as _memory
@@ -219,7 +220,9 @@ class Loan:
             param = spec.unsharded_param(i, value)
             param.requires_grad_(own.requires_grad)
             if grad is not None:
-                parallel = spec.parallel[i] if spec.parallel else None
+                parallel = (
+                    spec.parallel[i] if spec.parallel and isinstance(param, DTensor) else None
+                )
                 _autograd.set_grad(param, grad if parallel is None else parallel.wrap(grad))
             params.append(param)
         return params
@@ -369,8 +372,9 @@ def _tied_on_one_rank(call: str, names: Sequence[str]) -> ConfigError:
 def _grads(bucket: Bucket, params: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradients that the user left, full over the data-parallel ranks."""
     grads = [param.grad for param in params]
-    if bucket.spec.parallel:
-        grads = local_gradients(grads, bucket.spec.parallel)
+    if bucket.spec.parallel:  # gradients on annotated parameters are full already
+        specs = [one if one and not one.annotation else None for one in bucket.spec.parallel]
+        grads = local_gradients(grads, specs)
     return [None if grad is None else grad.detach() for grad in grads]
 
 

@@ -10,14 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from fullshard._torch import nn as _nn
 from fullshard.comm import played_by
 from fullshard.engine import MixedPrecisionPolicy, Offload, WirePolicy
 from fullshard.errors import (
     AlreadyShardedError,
     ArgumentTypeError,
     ConfigError,
-    NotBuiltError,
     UnsupportedError,
 )
 from fullshard.frontend.explain import name_of, names_of
@@ -241,11 +239,6 @@ def check_params(params: Sequence[PlacedParam], layout: LayoutStrategy) -> None:
             raise UnsupportedError(
                 f"fully_shard: parameter {name} is lazy and has no shape yet; run a forward "
                 "before sharding"
-            )
-        if _nn.has_spmd_types(param):
-            raise NotBuiltError(
-                f"fully_shard: parameter {name} is annotated by spmd_types, which is not built; "
-                "pass a DTensor on the full mesh and dp_mesh_dims, or no annotation"
             )
         if param.dim() == 0 and isinstance(layout, PerParameter):
             raise ConfigError(

@@ -143,7 +143,8 @@ def fully_shard(
             ``Shard(dim)``, which need not divide evenly, or None for dim 0. To choose another mesh,
             such as that of experts, the function returns a ``ShardPlacementResult``.
         dp_mesh_dims: the data-parallel dims of ``mesh``, as ``DataParallelMeshDims``, if parameters
-            are already DTensors on ``mesh``, replicated over these dims.
+            are already DTensors on ``mesh``, replicated over these dims, or local tensors that
+            ``spmd_types`` has annotated.
         layout: the arrangement of parameters in the shards. ``PerParameter()`` cuts each parameter
             on one dim, as ``DTensor`` does. ``Ragged()`` concatenates parameters and cuts the
             result into equal shards, which gathers without a copy and shows ``RaggedTensor`` s;
@@ -433,7 +434,7 @@ def _face(members: Sequence[_Member], layout: Layout, choices: CallOptions) -> F
     ragged = mesh.shard_dim is not None and not isinstance(choices.layout, PerParameter)
     cuts = [_ragged_cut(layout, i) if ragged else m.spec.shard_dim for i, m in enumerate(members)]
     return Face(
-        [member.owned.param.shape for member in members],
+        [(member.parallel or member.owned.param).shape for member in members],
         [
             _naming(member.owned, partial(mesh.place, member.parallel, cut))
             for member, cut in zip(members, cuts, strict=True)

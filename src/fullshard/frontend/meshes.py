@@ -24,6 +24,7 @@ from fullshard.tensors import (
     RaggedShard,
     ShardPlace,
     SpmdMesh,
+    is_annotated,
     names_of,
     parallel_spec_of,
     shard_place,
@@ -124,7 +125,8 @@ class DataMesh:
         """
         spmd = self.spmd
         if spmd is not None and len(spmd.dp_dims) == spmd.full.ndim:
-            spmd = spmd if isinstance(param, DTensor) else None  # a plain tensor is replicated
+            is_placed = isinstance(param, DTensor) or is_annotated(param)
+            spmd = spmd if is_placed else None  # a plain tensor is replicated
         return parallel_spec_of(param, name=name, spmd=spmd)
 
     def place(self, spec: ParallelSpec | None, cut: int | RaggedShard) -> ShardPlace:

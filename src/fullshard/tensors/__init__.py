@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fullshard.tensors.annotated import is_annotated, unchecked
 from fullshard.tensors.dtensor_ops import handle_mixed_lists, handle_ops_on
 from fullshard.tensors.extension import (
     HookArguments,

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard.comm import mesh_of_dim
 from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.tensors.annotated import Annotation
 from fullshard.tensors.parallel_mesh import SpmdMesh, joined_in_order, joint_mesh
 from fullshard.tensors.ragged_shard import RaggedShard
 
@@ -33,6 +34,8 @@ class ParallelSpec:
         local_shape: shape of this rank's part, which may be empty. It differs between ranks if the
             tensor-parallel cut is uneven, so no decision that ranks must agree on may use it.
         dp_dims: the data-parallel dims of ``mesh``; empty for a tensor-parallel mesh.
+        annotation: the annotation of a parameter that modules see as a plain local tensor; None if
+            modules see a DTensor.
     """
 
     mesh: DeviceMesh
@@ -41,6 +44,7 @@ class ParallelSpec:
     stride: tuple[int, ...]
     local_shape: torch.Size
     dp_dims: tuple[int, ...] = ()
+    annotation: Annotation | None = None
     _specs: dict[torch.dtype, _dtensor.DTensorSpec] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -58,8 +62,13 @@ class ParallelSpec:
     @property
     def may_sum_gradients(self) -> bool:
         """Return whether gradients may be pending sums over dims that are not data-parallel."""
-        others = (p for dim, p in enumerate(self.placements) if dim not in self.dp_dims)
-        return any(isinstance(placement, Replicate) for placement in others)
+        kind, shown = (
+            (Replicate, self.placements)
+            if self.annotation is None
+            else (Partial, self.annotation.gradients)
+        )
+        others = (dim for dim in range(self.mesh.ndim) if dim not in self.dp_dims)
+        return any(isinstance(shown[dim], kind) for dim in others)
 
     def wrap(self, local: Tensor) -> DTensor:
         """Return the parameter as a DTensor around ``local``, plain and of shape ``local_shape``.
@@ -73,9 +82,13 @@ class ParallelSpec:
         """Return ``wrap(local)`` as an autograd leaf, whose gradients are DTensors.
 
         The leaf keeps the storage offset of ``local``, which compilers need. Because of this offset
-        ``copy.deepcopy`` refuses the leaf.
+        ``copy.deepcopy`` refuses the leaf. An annotated leaf is ``local`` itself.
         """
-        return nn.Parameter(self.wrap(local), requires_grad=requires_grad)
+        if self.annotation is None:
+            return nn.Parameter(self.wrap(local), requires_grad=requires_grad)
+        param = nn.Parameter(local, requires_grad=requires_grad)
+        self.annotation.put_on(param)
+        return param
 
     def spec_for(
         self, placements: tuple[Placement, ...], dtype: torch.dtype
@@ -96,6 +109,8 @@ def parallel_spec_of(
 ) -> ParallelSpec | None:
     """Return the placement of ``param`` before data parallelism; None for a plain tensor.
 
+    An annotated plain tensor is placed as its annotation says.
+
     Args:
         param: the user's parameter; its values are not read, so it may be on ``meta``.
         name: fully qualified name (FQN), for error messages.
@@ -103,9 +118,22 @@ def parallel_spec_of(
 
     Raises:
         ConfigError: with ``spmd``, if ``param`` is not a DTensor, is on a mesh that is not equal
-            to ``spmd.full``, or is not replicated over the data-parallel dims.
+            to ``spmd.full``, or is not replicated over the data-parallel dims. Also if its
+            annotation does not fit ``spmd``.
         UnsupportedError: if ``param`` has a Partial placement.
     """
+    annotation = Annotation.of(param, spmd)
+    if annotation is not None and spmd is not None:
+        shape = annotation.global_shape(param.shape, spmd.full)
+        return ParallelSpec(
+            mesh=spmd.full,
+            placements=annotation.placements,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+            local_shape=param.shape,
+            dp_dims=spmd.dp_dims,
+            annotation=annotation,
+        )
     if spmd is not None:
         _check_spmd(param, name, spmd)
     if not isinstance(param, DTensor):
@@ -130,7 +158,7 @@ def _check_spmd(param: Tensor, name: str, spmd: SpmdMesh) -> None:
     if not isinstance(param, DTensor):
         raise ConfigError(
             f"{what} is a plain tensor; with dp_mesh_dims all parameters must be DTensors on the "
-            "full mesh: use distribute_tensor or distribute_module"
+            "full mesh (use distribute_tensor or distribute_module), or annotated by spmd_types"
         )
     if param.device_mesh != spmd.full:
         raise ConfigError(

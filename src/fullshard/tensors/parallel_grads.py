@@ -55,11 +55,15 @@ def local_gradients(
     for i, (grad, spec) in enumerate(zip(grads, specs, strict=True)):
         if grad is None or spec is None:
             continue
-        shown = _checked(_dtensor.waited(grad), spec)
-        results[i] = local = _dtensor.waited(_dtensor.local_of(shown))
-        target = _target(shown.placements, spec)
-        if shown.placements != target:
-            misplaced.append(_Misplaced(i, spec, local, shown.placements, target))
+        if spec.annotation is None:
+            shown = _checked(_dtensor.waited(grad), spec)
+            local, placements = _dtensor.waited(_dtensor.local_of(shown)), shown.placements
+        else:
+            local, placements = _dtensor.waited(grad), spec.annotation.gradients
+        results[i] = local
+        target = _target(placements, spec)
+        if placements != target:
+            misplaced.append(_Misplaced(i, spec, local, placements, target))
     if misplaced:
         for one in map(_moved, _summed(misplaced)):
             results[one.position] = one.local

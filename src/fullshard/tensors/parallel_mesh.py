@@ -9,7 +9,8 @@ Users pass us parameters that are already DTensors, in one of two ways.
                                 on the joint mesh ("dp", "tp"), see ``joint_mesh``.
     a full mesh                 The parameter is a DTensor on ("dp", "tp"), Replicate on "dp". Users
                                 say which names are data-parallel. The sharded parameter is on the
-                                same mesh, see ``SpmdMesh``.
+                                same mesh, see ``SpmdMesh``. A local tensor that ``spmd_types`` has
+                                annotated counts as such a DTensor, see ``annotated.py``.
 
 In both cases a rank's local tensor is a plain tensor. The engine shards, gathers and reduces this
 tensor over data-parallel ranks as if no other ranks existed. Ranks of one data-parallel group have
