@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.versions import TORCH
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 PAGE = ROOT / "docs" / "frameworks.md"
@@ -27,7 +29,7 @@ TIMEOUT_S = 300.0
 TOLERANCE = 2e-6
 """Between the losses and weights of two engines, which add up the same numbers."""
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 FROM_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -45,12 +47,19 @@ class Entry(NamedTuple):
     everywhere: bool = False
     """Runs in the normal suite, if it can."""
     by_torchrun: bool = True
+    ranks: int = 2
+    since: tuple[int, int] | None = None
+    """The oldest PyTorch whose own FSDP runs it, if the row is not of the pinned PyTorch."""
 
     @property
     def missing(self) -> list[str]:
-        """The packages that are not installed."""
+        """The packages that are not installed, or too old."""
         names = (self.framework.replace("-", "_"), *self.needs)
-        return [name for name in names if find_spec(name) is None]
+        return [name for name in names if find_spec(name) is None] + self.too_old
+
+    @property
+    def too_old(self) -> list[str]:
+        return [f"PyTorch {self.since}"] if self.since and self.since > TORCH else []
 
 
 def entries() -> list[Entry]:
@@ -65,6 +74,14 @@ def entries() -> list[Entry]:
     two, one = "`ModelParallelStrategy`", "`FSDPStrategy`"
     titan, titans = "`Trainer`, Llama debug model, resumed by DCP", "torchtitan_trainer.py"
     both = ("transformers", "accelerate")
+
+    def typed(what: str, *arguments: str, ranks: int = 2) -> Entry:
+        """torchtitan's default, which PyTorch's own FSDP runs since 2.14."""
+        what, given = f"{titan}, `spmd_types`, {what}", ("spmd_types", *arguments)
+        return Entry(
+            "torchtitan", what, "FSDP2", titans, given, ("spmd_types",), ranks=ranks, since=(2, 14)
+        )
+
     return [
         Entry("accelerate", f"{saves}, sharded", "FSDP2", alone, ("2", sharded), (), True),
         Entry("accelerate", f"{saves}, full", "FSDP2", alone, ("2", full)),
@@ -140,6 +157,10 @@ def entries() -> list[Entry]:
             ("accumulates",),
             ("spmd_types",),
         ),
+        typed("fp32", "fp32"),
+        typed("bf16, selective activation checkpoints", "bf16"),
+        typed("fp32, HSDP on 4 processes", "fp32", "hsdp", ranks=4),
+        typed("fp32, tensor parallelism on 4 processes", "fp32", "tp", ranks=4),
         Entry(
             "verl",
             "`apply_fsdp2`, `fsdp2_load_full_state_dict`, offloaded between steps",
@@ -225,7 +246,7 @@ def start(entry: Entry, folder: Path, how: str) -> subprocess.Popen[bytes]:
     }[how]
     command = [sys.executable, str(PROGRAMS / entry.program), *entry.arguments, how]
     if entry.by_torchrun:
-        command[1:1] = [*TORCHRUN, *runner]
+        command[1:1] = [*TORCHRUN, str(entry.ranks), *runner]
     environment = {k: v for k, v in os.environ.items() if k not in FROM_A_LAUNCHER}
     paths = (str(ROOT / "src"), str(ROOT), environment.get("PYTHONPATH", ""))
     environment |= {
@@ -296,6 +317,8 @@ def static(entry: Entry) -> str:
 def row(entry: Entry, folder: Path) -> str:
     """A row of the table, from a run."""
     version = "" if entry.missing else metadata.version(entry.framework)
+    if entry.since:
+        version += f", PyTorch {torch.__version__.partition('+')[0]}"
     first = f"| {entry.framework} | {version} | {static(entry)}"
     if entry.missing:
         return f"{first} | not installed: {', '.join(entry.missing)} | not run | |\n"
@@ -331,7 +354,8 @@ def main(names: Sequence[str]) -> None:
     rows = []
     for number, entry in enumerate(entries()):
         kept = old.get((entry.framework, static(entry)))
-        if kept is None or not names or any(name in kept for name in names):
+        is_chosen = not names or any(name in (kept or "") for name in names)
+        if kept is None or (is_chosen and not entry.too_old):
             with tempfile.TemporaryDirectory() as folder:
                 kept = row(entry, Path(folder))
         print(number, kept, end="", flush=True)

@@ -4,6 +4,7 @@ torchtitan knows accelerators only. So that it runs on CPUs, functions of ``torc
 those that its monitors call, and its attention is PyTorch's: flex attention has no backward here.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ for name, value in {
     "memory_stats": {},
     "reset_peak_memory_stats": None,
     "empty_cache": None,
-    "device_count": 2,
+    "device_count": int(os.environ["LOCAL_WORLD_SIZE"]),
     "set_device": None,
 }.items():
     setattr(torch.cpu, name, lambda *_, value=value, **__: value)
@@ -34,6 +35,7 @@ if not hasattr(dist, "set_timeout"):  # new in PyTorch 2.15
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import distribute_tensor  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as distributed  # noqa: E402
 from torchtitan.models.common import attention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
@@ -42,6 +44,10 @@ ways = sys.argv[1:-1]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 distributed.set_pg_timeouts = lambda *_, **__: None
+made = ParallelDims.from_config
+ALL = functools.cache(lambda: made(configured(-1).parallelism, dist.get_world_size()))
+# PyTorch's FSDP2 refuses equal meshes that are other objects, so both trainers have the same.
+ParallelDims.from_config = lambda *_: ALL()
 ROOT = Path.cwd()
 WORDS = [f"word{number}" for number in range(256)]
 
@@ -88,7 +94,12 @@ def configured(load_step):
         config.training.global_batch_size = 8
     if "bf16" not in ways:
         config.activation_checkpoint = None
-    config.parallelism.spmd_backend = "partial_dtensor"
+    if "spmd_types" not in ways:  # else torchtitan's default
+        config.parallelism.spmd_backend = "partial_dtensor"
+    if "hsdp" in ways:
+        config.parallelism.data_parallel_replicate_degree = 2
+    if "tp" in ways:
+        config.parallelism.tensor_parallel_degree = 2
     config.checkpoint.enable = True
     config.checkpoint.interval = 3
     config.checkpoint.load_step = load_step
