@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +130,11 @@ def full(tensors: list[Any]) -> list[Tensor]:
 
 
 def sharded(
-    mesh: DeviceMesh, dims: Any, engine: Any = fullshard.fully_shard, **options: Any
+    mesh: DeviceMesh,
+    dims: Any,
+    engine: Any = fullshard.fully_shard,
+    omits_dp: bool = False,
+    **options: Any,
 ) -> nn.Sequential:
     model = blocks()
     dp = dims.replicate, dims.shard
@@ -137,7 +142,7 @@ def sharded(
     axes = {mesh.get_group(name): spmd.R for name in names}
     if "tp" not in (mesh.mesh_dim_names or ()):
         axes = {dist.group.WORLD: spmd.R}  # one axis for two dims, as torchtitan has it
-    annotate(model, mesh, axes)
+    annotate(model, mesh, {} if omits_dp else axes)
     for block in model:
         engine(block, mesh=mesh, dp_mesh_dims=dims, **options)
     engine(model, mesh=mesh, dp_mesh_dims=dims, **options)
@@ -208,7 +213,7 @@ def test_forward_sees_plain_tensors_with_their_annotation(pool: RankPool, layout
     pool.run(4, keeps_annotations, layout)
 
 
-def checked(layout: Any, after: bool) -> float:
+def checked(layout: Any, omits_dp: bool, knows_mesh: bool) -> float:
     """Types of all operations are checked, but not those of the engine."""
     from spmd_types.checker import typecheck
 
@@ -224,16 +229,18 @@ def checked(layout: Any, after: bool) -> float:
             for part in reversed(self._parts):
                 part.__exit__(*error)
 
-    model = sharded(mesh, Dims(shard="dp"), layout=layout, reshard_after_forward=after)
+    with spmd.set_current_mesh(mesh) if knows_mesh else nullcontext():
+        model = sharded(mesh, Dims(shard="dp"), layout=layout, omits_dp=omits_dp)
     return distance(train(model, *number_of(mesh, ("dp",)), Checking), train(blocks()))
 
 
 @layouts
-@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize(("omits_dp", "knows_mesh"), [(False, False), (True, False), (True, True)])
 def test_types_are_checked_in_the_forward_but_not_in_the_engine(
-    pool: RankPool, layout: Any, after: bool
+    pool: RankPool, layout: Any, omits_dp: bool, knows_mesh: bool
 ) -> None:
-    assert max(pool.run(4, checked, layout, after)) <= 1e-12
+    """Types on data-parallel dims may be left out, whether or not ``spmd_types`` has a mesh."""
+    assert max(pool.run(4, checked, layout, omits_dp, knows_mesh)) <= 1e-12
 
 
 def as_pytorch_has_it(shape: tuple[int, ...], names: str, dims: Any) -> None:
@@ -350,6 +357,26 @@ def with_our_optimizer(layout: Any) -> float:
 @layouts
 def test_clipping_and_the_sharded_optimizer(pool: RankPool, layout: Any) -> None:
     assert max(pool.run(4, with_our_optimizer, layout)) <= 1e-12
+
+
+def placed_by_a_function(layout: Any) -> float:
+    """As torchtitan places experts: by PyTorch's mesh info of a full mesh and its dims."""
+    mesh, dims = mesh_of(), Dims(shard="dp")
+    model = blocks()
+    annotate(model, mesh, {mesh.get_group("dp"): spmd.R})
+    theirs = SimpleNamespace(mesh=mesh["dp"], shard_mesh_dim=0, spmd_mesh=mesh, dp_mesh_dims=dims)
+    answer = fullshard.ShardPlacementResult(None, theirs)
+    for block in model:
+        fullshard.fully_shard(
+            block, mesh=mesh_of("all", 4), shard_placement_fn=lambda _: answer, layout=layout
+        )
+    assert {param.device_mesh for param in model.parameters()} == {mesh}
+    return distance(train(model, *number_of(mesh, ("dp",))), train(blocks()))
+
+
+@layouts
+def test_a_placement_function_may_give_the_full_mesh(pool: RankPool, layout: Any) -> None:
+    assert max(pool.run(4, placed_by_a_function, layout)) <= 1e-12
 
 
 def refusals() -> dict[str, str]:

@@ -464,7 +464,7 @@ class ShardPlacementResult:
     """The tensor dim to cut; None: dim 0, or the choice of the layout."""
     mesh_info: Any
     """A mesh, 1-D to shard over or 2-D to replicate and shard over. PyTorch's own mesh infos, which
-    name the dims of their mesh, are accepted as well."""
+    name the dims of their mesh, are accepted as well, also those made with ``dp_mesh_dims``."""
 
 
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -506,6 +506,8 @@ def _mesh_of(owned: PlacedParam, info: Any, default: DataMesh) -> DataMesh:
     mesh = getattr(info, "mesh", None)
     if isinstance(info, DeviceMesh):
         found = data_mesh(info)
+    elif getattr(info, "dp_mesh_dims", None) is not None:
+        found = checked_mesh(info.spmd_mesh, info.dp_mesh_dims)
     elif isinstance(mesh, DeviceMesh) and hasattr(info, "shard_mesh_dim"):
         found = DataMesh(mesh, info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None))
         used = {found.shard_dim, found.replicate_dim} - {None}

@@ -86,7 +86,7 @@ class Annotation:
         def misfit(problem: str) -> ConfigError:
             return ConfigError(f"it is annotated by spmd_types as {types}, {partition}: {problem}")
 
-        left = dict(types)
+        left = dict(types)  # of axes; mesh dims take theirs away
         for cut, entry in enumerate(partition or ()):
             by = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
             left.update((axis, package.S(cut)) for axis in by)
