@@ -159,6 +159,7 @@ def entries() -> list[Entry]:
         ),
         typed("fp32", "fp32"),
         typed("bf16, selective activation checkpoints", "bf16"),
+        typed("fp32, types checked", "fp32", "checked"),
         typed("fp32, HSDP on 4 processes", "fp32", "hsdp", ranks=4),
         typed("fp32, tensor parallelism on 4 processes", "fp32", "tp", ranks=4),
         Entry(

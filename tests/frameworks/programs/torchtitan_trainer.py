@@ -32,6 +32,7 @@ torch.cpu.current_device = lambda: 0
 if not hasattr(dist, "set_timeout"):  # new in PyTorch 2.15
     dist.set_timeout = lambda *_, **__: None
 
+import spmd_types  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import distribute_tensor  # noqa: E402
@@ -53,9 +54,13 @@ WORDS = [f"word{number}" for number in range(256)]
 
 
 def causal(q, k, v, *, block_mask=None, scale=None, enable_gqa=False, **_):
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
-    )
+    with spmd_types.no_typecheck():  # which does not know this function
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
+        )
+    if spmd_types.is_type_checking():
+        spmd_types.assert_type_like(out, q)
+    return out
 
 
 def without_mean_of_gloo(module):
@@ -96,6 +101,7 @@ def configured(load_step):
         config.activation_checkpoint = None
     if "spmd_types" not in ways:  # else torchtitan's default
         config.parallelism.spmd_backend = "partial_dtensor"
+    config.debug.spmd_typechecking = "checked" in ways
     if "hsdp" in ways:
         config.parallelism.data_parallel_replicate_degree = 2
     if "tp" in ways:
