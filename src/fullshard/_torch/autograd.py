@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard._torch.memory import num_holders
+from fullshard._torch.memory import READS, num_holders
 from fullshard._torch.names import VERSION, Private
 
 private = Private(__name__, "training")
@@ -38,6 +38,10 @@ no_torch_functions: Callable[[], AbstractContextManager[None]] = private.get(
     "torch._C.DisableTorchFunction", "plans in fewer seconds", instead=nullcontext
 )
 """Return a context in which modes for ``__torch_function__`` see nothing."""
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = private.get(
+    "torch._C._autograd._unsafe_set_version_counter", READS, instead=lambda *_: None
+)
+"""Set the version counter of each tensor, which views and detached tensors share."""
 _FUNC = "units inside of `torch.func` transforms"
 _transform = private.get("torch._C._functorch.peek_interpreter_stack", _FUNC, instead=lambda: None)
 _clear_transforms: Callable[[], AbstractContextManager[object]] = private.get(
@@ -231,8 +235,13 @@ def run_backward(loss: Tensor) -> None:
 
 def versions(tensors: Iterable[Tensor]) -> int:
     """Return a count that grows whenever one of ``tensors`` is visibly written."""
+    return sum(versions_of(tensors))
+
+
+def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Return the version counter of each tensor."""
     with torch._C.DisableTorchFunctionSubclass():
-        return sum(map(_version, tensors))
+        return tuple(map(_version, tensors))
 
 
 def requires_grad(tensors: Iterable[Tensor]) -> list[bool]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fullshard._torch.names import Private
+from fullshard._torch.names import VERSION, Private
 
 private = Private(__name__, "training")
 
@@ -39,6 +39,39 @@ _REUSED = "gradients whose memory the next step reuses"
 Count = Callable[[Any], int]
 _num_uses: Count = private.get("torch.Tensor._use_count", _REUSED, instead=_ever_new)
 _num_owners: Count = private.get("torch._C._storage_Use_Count", _REUSED, instead=_ever_new)
+
+
+READS = "errors in place of crashes when freed parameters are read"
+_refuse: Any = None
+_allow: Any = None
+_storage_at: Any = None
+_swap: Any = None
+if VERSION >= (2, 13) and torch.version.cuda:
+    _refuse = private.get("torch._C._set_storage_data_ptr_access_error_msg", READS, instead=())
+    _allow = private.get("torch._C._clear_storage_data_ptr_access_error_msg", READS, instead=())
+    _storage_at = private.get("torch._C._construct_storage_from_data_pointer", READS, instead=())
+    _swap = private.get("torch.UntypedStorage._swap_data_ptr_", READS, instead=())
+
+
+def refuses_reads(device: torch.device) -> bool:
+    """Return whether ``refuse_reads`` works on ``device``; on accelerators it was never tried."""
+    return device.type == "cpu" and all((_refuse, _allow, _storage_at, _swap))
+
+
+def refuse_reads(storage: torch.UntypedStorage, nbytes: int, text: str) -> None:
+    """Make PyTorch raise a RuntimeError with ``text`` if anything reads the empty ``storage``.
+
+    The storage then has the size ``nbytes``, but no memory: PyTorch raises other errors when it
+    makes views of tensors that do not fit their storage.
+    """
+    _swap(storage, _storage_at(0, storage.device, nbytes))
+    _refuse(storage._cdata, text)
+
+
+def allow_reads(storage: torch.UntypedStorage) -> None:
+    """Undo ``refuse_reads``, so that ``storage`` is empty and can be resized."""
+    _allow(storage._cdata)
+    _swap(storage, torch.UntypedStorage(0))
 
 
 def num_holders(tensors: list[Tensor]) -> int:

@@ -10,6 +10,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fullshard._torch import memory as _memory
+from fullshard.comm import Label
+
+_READ_WHEN_FREED = (
+    "parameters of {} were read while the unit is resharded and its memory is freed. Something "
+    "outside of the unit's forward and backward keeps a parameter, a view of one, or an autograd "
+    "graph that reads one. Return the kept tensor from the forward, or backpropagate it together "
+    "with the output. Or call unshard() of the unit's module before the read, or keep the unit "
+    "unsharded from forward to backward (reshard_after_forward=False; SHARD_GRAD_OP for "
+    "FullyShardedDataParallel)"
+)
+
 
 class BufferKind(enum.StrEnum):
     """The purpose of a buffer; see the note in ``engine/bucket.py``."""
@@ -72,10 +84,11 @@ class Buffer:
     """A 1-D tensor whose storage is allocated and freed repeatedly.
 
     ``tensor`` and its views stay valid objects, but have memory only while ``allocated``; reading
-    them at other times kills the process. A buffer starts allocated, because views can only be made
-    of memory; make the views, then call ``free``. Memory belongs to the stream that is current when
-    it is allocated, and ``free`` returns it to that stream even if another stream is current. So
-    the stream must wait for all uses of the memory before it allocates again.
+    them at other times kills the process, or raises an error with the text of ``label`` where
+    PyTorch can refuse reads. A buffer starts allocated, because views can only be made of memory;
+    make the views, then call ``free``. Memory belongs to the stream that is current when it is
+    allocated, and ``free`` returns it to that stream even if another stream is current. So the
+    stream must wait for all uses of the memory before it allocates again.
     """
 
     def __init__(
@@ -86,6 +99,7 @@ class Buffer:
         *,
         kind: BufferKind,
         meter: StorageMeter,
+        label: Label | None = None,
     ) -> None:
         self.nbytes = numel * dtype.itemsize
         self.kind = kind
@@ -95,12 +109,13 @@ class Buffer:
         with torch.inference_mode(False):
             self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
             self._storage = self.tensor.untyped_storage()
+        self._label = label if _memory.refuses_reads(self._storage.device) else None
         meter.change(kind, self.nbytes, self._storage)
 
     @classmethod
-    def of(cls, tensor: Tensor, *, kind: BufferKind, meter: StorageMeter) -> Buffer:
+    def of(cls, tensor: Tensor, *, kind: BufferKind, meter: StorageMeter, label: Label) -> Buffer:
         """Return an allocated buffer around the memory of an existing tensor."""
-        buffer = cls(0, torch.uint8, tensor.device, kind=kind, meter=meter)
+        buffer = cls(0, torch.uint8, tensor.device, kind=kind, meter=meter, label=label)
         buffer.tensor = tensor
         buffer._storage = tensor.untyped_storage()
         buffer.nbytes = buffer._storage.nbytes()
@@ -110,6 +125,8 @@ class Buffer:
     def allocate(self) -> None:
         """Allocate memory with arbitrary content, unless the buffer is allocated."""
         if not self.allocated:
+            if self._label is not None:
+                _memory.allow_reads(self._storage)
             self._storage.resize_(self.nbytes)
             self.allocated = True
             self._meter.change(self.kind, self.nbytes, self._storage)
@@ -118,6 +135,9 @@ class Buffer:
         """Free the memory, if the buffer is allocated."""
         if self.allocated:
             self._storage.resize_(0)
+            if self._label is not None:
+                text = _READ_WHEN_FREED.format(self._label.text)
+                _memory.refuse_reads(self._storage, self.nbytes, text)
             self.allocated = False
             self._meter.change(self.kind, -self.nbytes, self._storage)
 

@@ -66,8 +66,7 @@ class Bucket:
 
     def __init__(self, spec: BucketSpec, originals: Sequence[nn.Parameter]) -> None:
         """Cut ``originals``, full parameters of one dtype, and keep the local shards."""
-        self._label = Label()
-        self.spec = spec.labelled(self._label)
+        self.spec = spec.labelled(Label())
         self.shards: Shards = cut_shards(spec, originals)
         self.sharded_params = [
             spec.form.parameter(i, local, original)
@@ -90,8 +89,8 @@ class Bucket:
     def copy(self, memo: dict[Any, Any]) -> Bucket:
         """Return a resharded copy with separate memory; enter its parameters into ``memo``."""
         new = copy.copy(self)
-        new._label = copy.copy(self._label)
-        new.spec = replace(self.spec.labelled(new._label), wire_check=WireCheck())
+        label = copy.copy(self.spec.label)
+        new.spec = replace(self.spec.labelled(label), wire_check=WireCheck())
         new.unsharded = new.gradients = None
         new.waiting = Waiting()
         new.shards = self.shards.copy()
@@ -259,14 +258,14 @@ class Bucket:
 
     def rewire(self, **wires: Any) -> None:
         """Replace wires of ``spec``; only while the bucket is resharded and nothing is pending."""
-        self.spec = replace(self.spec, **wires).labelled(self._label)
+        self.spec = replace(self.spec, **wires).labelled(self.spec.label)
         if self.front is not None:
             self.front.spec = self.spec
         self.dematerialize()
 
     def tell_unit(self, name: str) -> None:
         """Label the communication of the bucket with the name of its unit."""
-        self._label.text = self.spec.described(name, self.shards.dtype)
+        self.spec.label.text = self.spec.described(name, self.shards.dtype)
 
     @property
     def materialized(self) -> Unsharded:

@@ -13,7 +13,7 @@ from fullshard.comm import Collectives, Done, Pending
 from fullshard.device import Buffer, BufferKind, Lane, Lanes, StorageMeter
 from fullshard.engine.shard import Shards
 from fullshard.engine.spec import BucketSpec
-from fullshard.engine.unshard import GatheredUnsharded
+from fullshard.engine.unshard import GatheredUnsharded, Versions
 from fullshard.errors import ExtensionError, UnsupportedError
 from fullshard.tensors import (
     HookArguments,
@@ -48,6 +48,7 @@ class HookedUnsharded(GatheredUnsharded):
             self.free()
             raise
         self.params = [part.param for part in self._parts]
+        self._versions = Versions(self.params)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -189,7 +190,8 @@ class _Part:
     def _new_buffer(self, kind: _Kind) -> Buffer:
         device = self._spec.device if kind.device.type != "meta" else kind.device
         numel = self._world * kind.shape.numel()
-        return Buffer(numel, kind.dtype, device, kind=BufferKind.UNSHARDED, meter=self._meter)
+        of, label = BufferKind.UNSHARDED, self._spec.label
+        return Buffer(numel, kind.dtype, device, kind=of, meter=self._meter, label=label)
 
     def receive(self, shards: Shards) -> None:
         """Make or refill the unsharded parameter from the tensors of all ranks."""
@@ -255,14 +257,16 @@ class _Part:
 
     def _foreign(self, to_free: Sequence[Tensor]) -> list[Buffer]:
         """Return buffers for the memory in ``to_free`` that is not ours already."""
-        ours = self._addresses()
+        ours, label = self._addresses(), self._spec.label
         found: dict[int, Buffer] = {}
         for tensor in to_free:
             if type(tensor) is not Tensor:
                 continue
             address = _address(tensor)
             if address not in ours and address not in found:
-                found[address] = Buffer.of(tensor, kind=BufferKind.UNSHARDED, meter=self._meter)
+                found[address] = Buffer.of(
+                    tensor, kind=BufferKind.UNSHARDED, meter=self._meter, label=label
+                )
         return list(found.values())
 
     def free(self) -> None:

@@ -127,12 +127,14 @@ class BucketSpec:
     """The formats in which parameters and gradients are sent."""
     wire_check: WireCheck = field(default_factory=WireCheck, compare=False)
     """The meter of the errors that the codecs of ``wire`` introduce, when enabled."""
+    label: Label = field(default_factory=Label, compare=False)
+    """The label of the collectives, which names unit and parameters; errors name them by it."""
 
     def labelled(self, label: Label) -> BucketSpec:
-        """Return this spec with ``label`` on its collectives."""
+        """Return this spec with ``label``, also on its collectives."""
         given = {name: getattr(self, name) for name in ("comm", "reducer", "replicas", "secondary")}
         wires = {name: wire.labelled(label) for name, wire in given.items() if wire is not None}
-        return replace(self, **wires)
+        return replace(self, label=label, **wires)
 
     def described(self, unit: str, dtype: torch.dtype) -> str:
         """Return the text that ranks compare before communication for a bucket of ``unit``.

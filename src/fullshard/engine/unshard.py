@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard._torch import autograd as _autograd
 from fullshard._torch import device as _device
+from fullshard._torch import memory as _memory
 from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, BufferKind, Lane, LaneEvent, Lanes, StorageMeter
 from fullshard.engine.shard import FlatShard, Shards
@@ -75,12 +77,45 @@ class Unsharded(ABC):
         return False
 
 
+FREED = 2**32 - 1
+"""The version of parameters without memory, the highest that a counter can hold."""
+
+
+class Versions:
+    """The version counters of unsharded parameters, which are ``FREED`` while these are freed.
+
+    Autograd remembers the version of each tensor that it saves, and raises a RuntimeError if a
+    backward reads the tensor at another version. Views have the counter of their base. Memory that
+    refuses reads by itself (``Buffer``) needs no versions, and its errors name the unit.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter] = ()) -> None:
+        inside = [local_part(param) for param in params if isinstance(param, DTensor)]
+        is_needed = params and not _memory.refuses_reads(params[0].device)
+        self._tensors: tuple[Tensor, ...] = (*params, *inside) if is_needed else ()
+        self._freed = (FREED,) * len(self._tensors)
+        self._kept: tuple[int, ...] | None = None
+
+    def freed(self) -> None:
+        """Make autograd refuse to read the parameters, whose memory was freed."""
+        if self._kept is None:
+            self._kept = _autograd.versions_of(self._tensors)
+            _autograd.set_versions(self._tensors, self._freed)
+
+    def gathered(self) -> None:
+        """Restore the versions that the parameters had before ``freed``."""
+        if self._kept is not None:
+            _autograd.set_versions(self._tensors, self._kept)
+            self._kept = None
+
+
 class GatheredUnsharded(Unsharded):
     """Parameters that a collective fills; this class knows what is under way, and waits."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._in_flight: Pending | None = None
+        self._versions = Versions()
 
     def start(self) -> None:
         """See ``Unsharded``."""
@@ -95,6 +130,7 @@ class GatheredUnsharded(Unsharded):
             self._lanes.wait(self._in_flight)
             self._in_flight = None
             self._receive()
+        self._versions.gathered()
         self._lanes.join(Lane.COMPUTE, Lane.GATHER)
 
     def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
@@ -106,6 +142,8 @@ class GatheredUnsharded(Unsharded):
         self._lanes.join(Lane.GATHER, Lane.COMPUTE)
         with self._lanes.on(Lane.GATHER):
             self._free(to_secondary=to_secondary, keep_memory=keep_memory)
+        if not keep_memory:
+            self._versions.freed()
 
     @abstractmethod
     def _send(self) -> Pending:
@@ -145,8 +183,7 @@ class _Views:
 
     def owns(self, param: nn.Parameter) -> bool:
         """See ``Unsharded``."""
-        storage = local_part(param).untyped_storage()
-        return storage.data_ptr() == self._flat.untyped_storage().data_ptr()
+        return _memory.shares_storage(local_part(param), self._flat)
 
     def reclaim(self) -> list[int]:
         """See ``Unsharded``."""
@@ -196,7 +233,8 @@ class FlatUnsharded(GatheredUnsharded):
         if spec.secondary is not None:
             numel = round_up(numel, spec.secondary.world)
         with torch.inference_mode(False), torch.no_grad():
-            self._buffer = Buffer(numel, dtype, device, kind=BufferKind.UNSHARDED, meter=meter)
+            kind, label = BufferKind.UNSHARDED, spec.label
+            self._buffer = Buffer(numel, dtype, device, kind=kind, meter=meter, label=label)
             self._views = _Views(spec, self._buffer.tensor)
             self.params = self._views.params
             self._gather = _Gather(spec, self._buffer, lanes, meter)
@@ -205,6 +243,8 @@ class FlatUnsharded(GatheredUnsharded):
                 comm = lanes.wire(Lane.GATHER, spec.secondary)
                 self._secondary = _Secondary(comm, self._buffer, meter)
             self._buffer.free()
+        self._versions = Versions(self.params)
+        self._versions.freed()
 
     def reclaim(self) -> list[int]:
         """See ``Unsharded``."""

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard._torch import memory as _memory
 from fullshard.engine import Unit
 from fullshard.errors import ConfigError, ProtocolError, RaggedOperationError, UnsupportedError
 from fullshard.frontend.ownership import (
@@ -144,9 +145,7 @@ def _is_from(tensor: Tensor, shown: Any, *, is_running: bool) -> bool:
         return False
     if tensor.device_mesh != shown.device_mesh or sorted(tensor.shape) != sorted(shown.shape):
         return False
-    address = local_part(tensor).untyped_storage().data_ptr()
-    is_same = address != 0 and address == local_part(shown).untyped_storage().data_ptr()
-    return is_same or is_running
+    return is_running or _memory.shares_storage(local_part(tensor), local_part(shown))
 
 
 def explain_forward(module: nn.Module, error: Exception) -> None:
