@@ -314,9 +314,7 @@ def test_models_without_positions_read_each_chat_in_a_row_of_its_own(
     config = config_of(tmp_path, kind)
     prepare(config, num_workers=2).close()
     said = capfd.readouterr().err
-    assert (
-        "note: each chat has a row of its own (--no-pack, or a model that takes no position" in said
-    )
+    assert "note: each chat has a row of its own (--no-pack, or a model without position" in said
     rows = text_of(config).train.rows(config.seq)
     batch = rows.read(np.arange(len(rows)))
     assert batch.positions is None and len(rows) > 50
@@ -431,7 +429,7 @@ def test_a_model_that_reads_across_samples_is_refused(
     one, other = Leaking(share)(firsts, torch.zeros(()))[:, 8:]
     assert 0.05 < (one - other).abs().max() / one.abs().max() < 0.3
     config = config_of(tmp_path, "llama", dtype=dtype)
-    with pytest.raises(RankError, match=r"reads samples of one row as one text.*: give --no-pack"):
+    with pytest.raises(RankError, match=r"does not separate the chats of a row.* Give --no-pack"):
         pool.run(2, leaks, config, share)
 
 

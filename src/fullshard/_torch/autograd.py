@@ -35,9 +35,9 @@ preserved_versions: Callable[[tuple[Tensor, ...]], AbstractContextManager[None]]
 )
 """Return a context in which autograd does not count writes to the tensors as modifications."""
 no_torch_functions: Callable[[], AbstractContextManager[None]] = private.get(
-    "torch._C.DisableTorchFunction", "plans in fewer seconds", instead=nullcontext
+    "torch._C.DisableTorchFunction", "faster plans", instead=nullcontext
 )
-"""Return a context in which modes for ``__torch_function__`` see nothing."""
+"""Return a context in which PyTorch calls no ``__torch_function__``."""
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = private.get(
     "torch._C._autograd._unsafe_set_version_counter", READS, instead=lambda *_: None
 )

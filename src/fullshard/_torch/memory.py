@@ -54,15 +54,15 @@ if VERSION >= (2, 13) and torch.version.cuda:
 
 
 def refuses_reads(device: torch.device) -> bool:
-    """Return whether ``refuse_reads`` works on ``device``; on accelerators it was never tried."""
+    """Return whether ``refuse_reads`` works on ``device``; only the CPU was tested."""
     return device.type == "cpu" and all((_refuse, _allow, _storage_at, _swap))
 
 
 def refuse_reads(storage: torch.UntypedStorage, nbytes: int, text: str) -> None:
     """Make PyTorch raise a RuntimeError with ``text`` if anything reads the empty ``storage``.
 
-    The storage then has the size ``nbytes``, but no memory: PyTorch raises other errors when it
-    makes views of tensors that do not fit their storage.
+    The storage gets the size ``nbytes`` without memory. With the size 0, an error of PyTorch about
+    sizes would come before ``text`` when a view is made.
     """
     _swap(storage, _storage_at(0, storage.device, nbytes))
     _refuse(storage._cdata, text)

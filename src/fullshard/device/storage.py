@@ -83,9 +83,9 @@ class StorageMeter:
 class Buffer:
     """A 1-D tensor whose storage is allocated and freed repeatedly.
 
-    ``tensor`` and its views stay valid objects, but have memory only while ``allocated``; reading
-    them at other times kills the process, or raises an error with the text of ``label`` where
-    PyTorch can refuse reads. A buffer starts allocated, because views can only be made of memory;
+    ``tensor`` and its views stay valid objects, but have memory only while ``allocated``. Reading
+    them at other times kills the process, or raises an error that names ``label`` where PyTorch can
+    refuse reads. A buffer starts allocated, because views can only be made of memory;
     make the views, then call ``free``. Memory belongs to the stream that is current when it is
     allocated, and ``free`` returns it to that stream even if another stream is current. So the
     stream must wait for all uses of the memory before it allocates again.

@@ -372,7 +372,7 @@ def _tied_on_one_rank(call: str, names: Sequence[str]) -> ConfigError:
 def _grads(bucket: Bucket, params: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradients that the user left, full over the data-parallel ranks."""
     grads = [param.grad for param in params]
-    if bucket.spec.parallel:  # gradients on annotated parameters are full already
+    if bucket.spec.parallel:  # lent gradients of annotated parameters are sums already
         specs = [one if one and not one.annotation else None for one in bucket.spec.parallel]
         grads = local_gradients(grads, specs)
     return [None if grad is None else grad.detach() for grad in grads]

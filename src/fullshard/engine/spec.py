@@ -128,7 +128,7 @@ class BucketSpec:
     wire_check: WireCheck = field(default_factory=WireCheck, compare=False)
     """The meter of the errors that the codecs of ``wire`` introduce, when enabled."""
     label: Label = field(default_factory=Label, compare=False)
-    """The label of the collectives, which names unit and parameters; errors name them by it."""
+    """The label of the bucket's collectives: unit and parameters, as error messages name them."""
 
     def labelled(self, label: Label) -> BucketSpec:
         """Return this spec with ``label``, also on its collectives."""

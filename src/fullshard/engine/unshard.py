@@ -82,11 +82,11 @@ FREED = 2**32 - 1
 
 
 class Versions:
-    """The version counters of unsharded parameters, which are ``FREED`` while these are freed.
+    """The version counters of unsharded parameters: ``FREED`` while parameters have no memory.
 
     Autograd remembers the version of each tensor that it saves, and raises a RuntimeError if a
-    backward reads the tensor at another version. Views have the counter of their base. Memory that
-    refuses reads by itself (``Buffer``) needs no versions, and its errors name the unit.
+    backward reads the tensor at another version. Views have the counter of their base. Where
+    ``Buffer`` refuses reads itself, no versions are needed, and its error names the unit.
     """
 
     def __init__(self, params: Sequence[nn.Parameter] = ()) -> None:

@@ -142,9 +142,9 @@ def fully_shard(
         shard_placement_fn: called with each parameter; returns the tensor dim to cut, as
             ``Shard(dim)``, which need not divide evenly, or None for dim 0. To choose another mesh,
             such as that of experts, the function returns a ``ShardPlacementResult``.
-        dp_mesh_dims: the data-parallel dims of ``mesh``, as ``DataParallelMeshDims``, if parameters
-            are already DTensors on ``mesh``, replicated over these dims, or local tensors that
-            ``spmd_types`` has annotated.
+        dp_mesh_dims: the data-parallel dims of ``mesh``, as ``DataParallelMeshDims``. Give them if
+            parameters are DTensors on ``mesh`` that are replicated over these dims, or local
+            tensors that ``spmd_types`` has annotated.
         layout: the arrangement of parameters in the shards. ``PerParameter()`` cuts each parameter
             on one dim, as ``DTensor`` does. ``Ragged()`` concatenates parameters and cuts the
             result into equal shards, which gathers without a copy and shows ``RaggedTensor`` s;

@@ -116,9 +116,9 @@ class Values:
 
 
 class _Results:
-    """The results of operations on the meta device, by the metadata of their arguments.
+    """Cached results of operations on the meta device, by the metadata of their arguments.
 
-    PyTorch computes most of them in Python, and models repeat their blocks.
+    PyTorch computes most results in Python, and models repeat their blocks.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class _Results:
 
 
 def _looks(one: Any) -> object:
-    """Return all that results depend on, equal for tensors that look alike."""
+    """Return a key of everything in ``one`` that results on the meta device depend on."""
     if isinstance(one, Tensor):
         return one.shape, one.stride(), one.dtype, one.device
     if isinstance(one, (tuple, list)):
@@ -149,7 +149,7 @@ def _looks(one: Any) -> object:
 
 
 def _repeated(op: Any, out: Any, given: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
-    """Return what makes ``out`` again, from tensors that look like ``given``; None if nothing can.
+    """Return a function that makes ``out`` again; None if the result cannot be cached.
 
     Results may be new tensors, or arguments that were written to.
     """

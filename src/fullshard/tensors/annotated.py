@@ -91,7 +91,7 @@ class Annotation:
             by = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
             left.update((axis, package.S(cut)) for axis in by)
             if [axis for axis in by if axis in axes] != [axis for axis in axes if axis in by]:
-                raise misfit(f"tensor dim {cut} is cut in another order than that of the mesh dims")
+                raise misfit(f"tensor dim {cut} must be cut in the order of the mesh dims")
         kinds = []
         for dim, axis in enumerate(axes):
             is_ours, is_one = dim in spmd.dp_dims, axis.size() == 1

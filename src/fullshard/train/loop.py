@@ -370,9 +370,9 @@ class Trainer:
         rounding = _ROUNDING[self.config.dtype]
         if (first - second).abs().max() > rounding * first.abs().max():
             raise ConfigError(
-                f"--model {self.config.model}: reads samples of one row as one text, so chats "
-                "cannot be packed; it ignores position_ids that begin anew: give --no-pack, which "
-                "puts each chat in a row of its own"
+                f"--model {self.config.model} does not separate the chats of a row: it ignores "
+                "position_ids that begin anew. Give --no-pack, which puts each chat in a row of "
+                "its own"
             )
 
     def save(self, step: int, *, on_disk: bool = True) -> None:

@@ -66,8 +66,9 @@ def convert(
 
     Args:
         source: a checkpoint of fullshard, a folder of ``torch.distributed.checkpoint``, or a file
-            of ``torch.save``. The file has a state dict, or a dictionary with one; this may also
-            have an optimizer's state by names of parameters. The rest becomes ``extra``.
+            of ``torch.save``. The file holds a state dict, or a dictionary that contains one. Such
+            a dictionary may also contain an optimizer's state by names of parameters. Its other
+            entries become ``extra``.
         target: a path where nothing is.
         to: "fullshard"; "dcp": what ``torch.distributed.checkpoint`` reads; "torch": a file. In
             the last two "model" and "optim" are as ``get_state_dict`` of PyTorch returns them.

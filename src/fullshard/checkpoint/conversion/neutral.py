@@ -20,7 +20,7 @@ from fullshard.tensors.form import clean_name
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 _STEPS = ("step", "global_step")
 _BESIDE = ("train_state", "lr_scheduler", "dataloader")
-"""Keys next to the tensors of a model in checkpoints of torchtitan, for everything else."""
+"""Keys under which torchtitan stores everything else, next to the model's tensors."""
 EXTRA = "fullshard_extra"
 """Key of ``extra``, as text, in files for PyTorch; its folders allow fewer kinds of keys."""
 
@@ -56,7 +56,7 @@ class WholeCheckpoint:
         """Keep parameters that are the same as others only once.
 
         A folder of PyTorch has tied parameters twice, without a mark. A parameter counts as tied
-        if it has the values of another parameter, they are not all equal, and it is not stepped.
+        if it equals another parameter, its values are not all the same, and it is not stepped.
         """
         ties = _ties(self)
         for name in ties:

@@ -7,7 +7,7 @@
 
 A block belongs to one tensor; the last block of a tensor may be short. The manifest has the digest
 of the header and that of the tensor "digests", one after the other, so it vouches for every byte of
-the file. Files of version 1 have the digests in the header, as its "__metadata__"; ``DataFile``
+the file. Files of version 1 have the digests in the "__metadata__" of the header; ``DataFile``
 reads both versions.
 """
 
@@ -128,7 +128,7 @@ class DataWriter:
             which their data come.
 
     Raises:
-        OSError, CheckpointError: here and in all methods; it cannot be written.
+        OSError, CheckpointError: here and in all methods, if the file cannot be written.
     """
 
     def __init__(self, path: Place, parts: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
@@ -175,7 +175,7 @@ class DataWriter:
         self._put(name, memoryview(array_of(data)))
 
     def finish(self) -> tuple[int, str]:
-        """Write the digests and let the file appear; return its size and its two digests."""
+        """Write the digests and close the file; return its size and its two digests."""
         stored = bytes.fromhex("".join(one for own in self._digests.values() for one in own))
         self._file.write(memoryview(stored))
         self._file.close()

@@ -32,7 +32,7 @@ from fullshard.layout.region import Region
 
 FORMAT = "fullshard checkpoint"
 VERSION = 2
-"""Of the format that is written; version 1 is read, too."""
+"""The version of the format that is written; version 1 can be read, too."""
 MANIFEST = "manifest.json"
 _DIGEST = 32  # characters
 

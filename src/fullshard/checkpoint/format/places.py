@@ -162,13 +162,13 @@ class ObjectUrl:
 
 
 class NewFile(ABC):
-    """A new file that is written front to back, and complete once all its bytes are written.
+    """A new file, written front to back. It is complete if all its bytes are written on close.
 
     Args:
         nbytes: the size of the file.
 
     Raises:
-        OSError, CheckpointError: here and in all methods; it cannot be written.
+        OSError, CheckpointError: here and in all methods, if the file cannot be written.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -195,7 +195,7 @@ class NewFile(ABC):
 
 
 class _LocalFile(NewFile):
-    """A new file in a folder; a complete one is flushed, and others stay there."""
+    """A new file in a folder; ``close`` flushes a complete one, and leaves others as they are."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         super().__init__(nbytes)

@@ -284,7 +284,7 @@ class _Share:
 
 
 def _parts_of_ranks(kept: Sequence[int]) -> list[float]:
-    """Return the share of the exchanged blocks that each rank reads; the shares add up to 1."""
+    """Return the share of each rank in the exchanged blocks, by the size it keeps and capped."""
     if not kept:
         return []
     world, total = len(kept), sum(kept)

@@ -86,7 +86,7 @@ class PendingSave:
         units: Sequence[Unit],
         optimizer: Optimizer | None,
     ) -> None:
-        """Let everything that would write to the tensors of ``writing`` wait until they are copied.
+        """Make later writes to the tensors of ``writing`` wait until the tensors are copied.
 
         Raises:
             UnsupportedError: the optimizer takes no hooks.

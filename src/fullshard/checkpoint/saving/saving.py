@@ -58,9 +58,10 @@ def save(
     """Write a checkpoint to the new folder or URL ``path``; all ranks must call this.
 
     Each rank writes one file with its part of the model and of the optimizer's state, to a folder
-    that all ranks share. The folder appears under its name when everything is on the disk. Then the
-    file ``latest`` in its parent gets its name. In an object store, the checkpoint appears with its
-    manifest, which is written last. Ranks talk through the store of the default process group.
+    that all ranks share. The folder appears under its name when everything is on the disk. Then
+    its name is written to the file ``latest`` in the parent folder. In an object store, the
+    checkpoint appears with its manifest, which is written last. Ranks talk through the store of the
+    default process group.
 
     Args:
         path: a folder that does not exist, whose parent is made if need be; or a URL of an object

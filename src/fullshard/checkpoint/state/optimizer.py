@@ -374,7 +374,7 @@ class _Loaded:
         )
 
     def check_shape(self, name: str, key: str, like: Tensor | None) -> None:
-        """Refuse a DTensor that has not the shape of its parameter, like which it is cut."""
+        """Refuse a DTensor whose shape is not its parameter's, as both are cut alike."""
         shape = self._source.shape_of((name, key))
         if like is not None and shape != like.shape and self.is_dtensor((name, key)):
             raise ConfigError(

@@ -48,7 +48,7 @@ class Source:
     """The values to load, by key.
 
     With a ``mesh`` they are the values of its first rank. The constructor broadcasts their
-    descriptions, and ``get`` broadcasts one tensor. All ranks must get the same keys in one order.
+    descriptions, and each ``get`` broadcasts one tensor, so ranks get the same keys in one order.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class Tree:
     """A sharded model between steps.
 
     Raises:
-        ProtocolError: during a forward or a backward. Also if parameters are on meta, unless
-            ``without_values`` is set; or if they are lent, unless ``may_be_lent`` is set. Rows then
-            have the lent parameters, and no unit owns them.
+        ProtocolError: during a forward or a backward; if parameters are on meta, unless
+            ``without_values`` is set; or if parameters are lent, unless ``may_be_lent`` is set.
+            With ``may_be_lent``, rows hold the lent parameters, which no unit owns.
     """
 
     def __init__(

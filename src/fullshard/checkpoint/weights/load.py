@@ -319,7 +319,7 @@ class _Lacking(NamedTuple):
     """Of the tensors: in the model, and in the module or below."""
     initialise: Callable[[nn.Module], object] | None
     around: Sequence[nn.Module] = ()
-    """Modules whose initialisation may give the values, too; the innermost first."""
+    """Outer modules to initialise next if tensors still lack values; the innermost first."""
 
     def fill(self) -> None:
         """Give values to the tensors.
@@ -346,7 +346,7 @@ class _Lacking(NamedTuple):
         )
 
     def _unsharded(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Show the tensors in full, and the parameters that ``module`` initialises with them."""
+        """Unshard the tensors, and the parameters of ``module``, so that it can initialise them."""
         places = {
             one: [(one, name) for name, param in one._parameters.items() if param is not None]
             for one in (self.module, module)

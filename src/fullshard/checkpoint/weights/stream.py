@@ -245,7 +245,7 @@ class TensorBucket(Mapping[str, Tensor]):
     def packed(self) -> Tensor:
         """All tensors as flat bytes, plain, to be sent at once; ``metadata`` has the offsets.
 
-        The stream then takes other memory for later buckets, so these bytes may be kept.
+        You may keep these bytes: the stream then takes new memory for later buckets.
         """
         self._is_lent = True
         return self._alive()[: self._size]

@@ -128,9 +128,9 @@ def choose(
 def default_rule(name: str, info: ParamInfo) -> tuple[str, str]:
     """Return ``"muon"`` or ``"adamw"`` for a parameter, and why.
 
-    AdamW steps everything with less than two dims, norms, embeddings, and heads: linear layers that
-    are named so, that are as wide as an embedding has rows, or that end an ``nn.Sequential`` with
-    another width. Of layers in numbered blocks, only the name ``lm_head`` makes a head.
+    AdamW steps everything with less than two dims, norms, embeddings, and heads. A linear layer is
+    a head by its name, if it is as wide as an embedding has rows, or if it ends the model in an
+    ``nn.Sequential``. In other numbered blocks, only the name ``lm_head`` makes a head.
     """
     if len(info.shape) < 2:
         return ADAMW, "fewer than 2 dims"
@@ -144,14 +144,14 @@ def default_rule(name: str, info: ParamInfo) -> tuple[str, str]:
 
 
 def warn_without_ends(choices: Choices) -> None:
-    """Warn if matrices go to Muon by default and no head or embedding goes to AdamW."""
+    """Warn if matrices go to Muon by default and AdamW steps no matrix at all."""
     names = [one.names[0] for one in choices if one.why == _DEFAULT]
     if names and not any(len(one.shape) > 1 and one.algorithm == ADAMW for one in choices):
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
         warnings.warn(
-            f"Muon found no head and no embedding, so it steps {listed}; AdamW suits the "
-            f'first and last layer of a model better: give rule={{"{names[-1]}": "adamw"}} for '
-            'such a layer, or rule={"NAME": "muon"} for each of these that is neither',
+            f"Muon found no head and no embedding, so it steps {listed}. AdamW suits the "
+            f'first and the last layer better: give rule={{"{names[-1]}": "adamw"}} for such a '
+            'layer. To keep the others without this warning, give rule={"NAME": "muon"} for each',
             stacklevel=3,
         )
 
@@ -178,8 +178,8 @@ def _infos(model: nn.Module) -> Iterator[ParamInfo]:
 def _last_of_sequential(model: nn.Module) -> nn.Module | None:
     """Return the linear layer that ends an ``nn.Sequential`` and the model, if it is a head.
 
-    A head has another width than the input of the member of the ``nn.Sequential`` that it is in.
-    Blocks, which are such members, too, end as wide as they begin.
+    The layer is a head if its output is not as wide as the input of the member of the
+    ``nn.Sequential`` that it is in. A block ends as wide as it begins, so its last layer is none.
     """
     path, last = "", model
     for name, module in model.named_modules(remove_duplicate=False):

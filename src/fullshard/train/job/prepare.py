@@ -230,8 +230,9 @@ def _tell_cut(rows: Rows, seq: int) -> None:
     if isinstance(rows, Packed) and rows.alone:
         share = rows.num_learned(np.arange(len(rows))) / (len(rows) * seq)
         say(
-            "fullshard: note: each chat has a row of its own (--no-pack, or a model that takes no "
-            f"position_ids), of which {share:.0%} is learned: a smaller --seq wastes less",
+            "fullshard: note: each chat has a row of its own (--no-pack, or a model without "
+            f"position_ids); {share:.0%} of the tokens in rows are learned. A smaller --seq wastes "
+            "less",
             sys.stderr,
         )
     if isinstance(rows, Packed) and rows.num_cut:
