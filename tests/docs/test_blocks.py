@@ -109,7 +109,7 @@ from fullshard import Ragged
 mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
 fully_shard(model, mesh=mesh)
 """,
-    "meshes.md 6": """
+    "meshes.md 7": """
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class Tied(nn.Module):
 
 model = Tied()
 """,
-    "muon.md 0": SHARDED,
+    "muon.md 0": "model.append(nn.Linear(16, 4))\n" + SHARDED,
     "muon.md 1": """
 class Expert(nn.Module):
     def __init__(self):
@@ -127,7 +127,7 @@ class Expert(nn.Module):
         self.router, self.qkv = nn.Linear(16, 16), nn.Linear(16, 48)
 
 
-model = nn.ModuleDict({"block": Expert()})
+model = nn.ModuleDict({"block": Expert(), "head": nn.Linear(16, 4)})
 fully_shard(model["block"])
 """,
     "optimizers.md 0": SHARDED,

@@ -419,7 +419,7 @@ def chats_of(one: Architecture, path: Path, pool: RankPool) -> str:
     assert rows.alone or len(rows) < 50  # some rows have several chats
     found = pool.run(WORLD, chatted, config, timeout_s=TIMEOUT_S)[0]
     added = ""
-    if isinstance(found, str) and "give --no-pack" in found:
+    if isinstance(found, str) and "Give --no-pack" in found:
         added, config = ", with `--no-pack`", replace(config, pack=False)
         found = pool.run(WORLD, chatted, config, timeout_s=TIMEOUT_S)[0]
     if isinstance(found, str):

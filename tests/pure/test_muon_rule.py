@@ -121,7 +121,7 @@ def test_a_model_without_known_ends_is_told_once_what_muon_steps(
     (warned,) = told
     assert warned.filename == __file__
     matrices = [name for name, param in model.named_parameters() if param.dim() > 1]
-    assert f"so it steps {', '.join(matrices)}; " in str(warned.message)
+    assert f"so it steps {', '.join(matrices)}. " in str(warned.message)
     assert all(one.algorithm == "muon" for one in optimizer.rule if len(one.shape) > 1)
     Muon(model, rule={matrices[-1]: "adamw"})  # an answer, and no warning
     Muon(model, rule=dict.fromkeys(matrices, "muon"))

@@ -474,7 +474,8 @@ def test_every_option_is_on_the_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
     table = page.partition("## Options")[2].partition("## What it writes")[0]
     listed = set(re.findall(r"`--([a-z-]+)`", table))
-    options = {name.replace("_", "-") for name in _kinds()} - {"reshard"} | {"no-reshard"}
+    options = {name.replace("_", "-") for name in _kinds()}
+    options = options - {"reshard", "pack"} | {"no-reshard", "no-pack"}  # on by default
     assert listed - {"help", "config FILE.toml"} == options
 
 
