@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -208,3 +209,16 @@ def test_a_round_takes_few_requests_and_none_again_and_again(
     with ThreadPoolExecutor(WORLD) as threads:
         assert set(threads.map(rank_of, range(WORLD), stores)) == {"decided"}
     assert Counting.num_asked <= 4 * WORLD + 1
+
+
+@pytest.mark.parametrize(("world", "missing"), [(1024, 0), (1024, 1), (1000, 3), (9, 9), (1, 1)])
+def test_few_requests_find_the_few_that_are_missing(world: int, missing: int) -> None:
+    store = dist.HashStore()
+    asked = mock.Mock(wraps=store)
+    now = StoreRound(asked, "many")
+    lost = set(range(5, 5 + 337 * missing, 337)) if missing < world else set(range(world))
+    for rank in set(range(world)) - lost:
+        now.publish(rank, f"{rank}")
+    assert now.published(range(world)) == {r: f"{r}" for r in range(world) if r not in lost}
+    checks = asked.check.call_count
+    assert checks <= 1 + 8 * 4 * len(lost), "one, and for each missing rank 8 on each of 4 levels"

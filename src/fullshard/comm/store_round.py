@@ -41,15 +41,13 @@ class StoreRound:
         """Publish the text of ``rank``, once."""
         self._put(self._key(rank), text)
 
-    def has_published(self, rank: int) -> bool:
-        """Return whether the text of ``rank`` is in the store."""
-        return self._store.check([self._key(rank)])
-
     def published(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the texts in the store, by rank; two requests if all are there and short."""
-        if not self._store.check(list(map(self._key, ranks))):
-            ranks = [rank for rank in ranks if self.has_published(rank)]
-        return self._texts(ranks)
+        return self._texts(self._present(ranks))
+
+    def _present(self, ranks: Sequence[int]) -> list[int]:
+        keys = set(present(self._store, list(map(self._key, ranks))))
+        return [rank for rank in ranks if self._key(rank) in keys]
 
     def collect(self, ranks: Iterable[int], look: Look) -> dict[int, str]:
         """Wait for the texts of ``ranks``; return them by rank, without ranks that were given up.
@@ -61,7 +59,8 @@ class StoreRound:
         awaited = list(ranks)
 
         def missing() -> list[int]:
-            return [rank for rank in awaited if not self.has_published(rank)]
+            found = set(self._present(awaited))
+            return [rank for rank in awaited if rank not in found]
 
         while True:
             given_up: set[int] = set()
@@ -132,6 +131,17 @@ def _pieces(head: str) -> list[str]:
     """Return the keys of all pieces but the first, which is in ``head`` itself."""
     count, _, name = head.partition("\n")[0].partition(",")
     return [f"{name} {number}" for number in range(int(count))]
+
+
+def present(store: Any, keys: Sequence[str]) -> list[str]:
+    """Return the keys that are in the store; few requests if only few are missing."""
+    if not keys or store.check(list(keys)):
+        return list(keys)
+    if len(keys) == 1:
+        return []
+    size = -(-len(keys) // 8)
+    parts = (keys[at : at + size] for at in range(0, len(keys), size))
+    return [key for part in parts for key in present(store, part)]
 
 
 def multi_get(store: Any, keys: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from fullshard.comm.heartbeat import BEAT_S, patience_s
 from fullshard.comm.liveness import Liveness, exit_reason_key
 from fullshard.comm.own_store import own_store
-from fullshard.comm.store_round import StoreRound, multi_get
+from fullshard.comm.store_round import StoreRound, multi_get, present
 from fullshard.watch.diagnosis import UNDECIDED, Diagnosis, Kind, diagnose
 from fullshard.watch.status import StatusReport
 
@@ -126,14 +126,13 @@ class Rounds:
 
     def _reports(self, number: int, ranks: Sequence[int]) -> dict[int, str]:
         """Return the encoded reports of ``ranks`` in round ``number``, by rank."""
-        keys = {rank: _report_key(rank) for rank in ranks}
-        if not self._store.check([*keys.values()]):
-            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        rank_of = {_report_key(rank): rank for rank in ranks}
+        keys = present(self._store, [*rank_of])
         found = {}
-        for rank, report in zip(keys, multi_get(self._store, [*keys.values()]), strict=True):
+        for key, report in zip(keys, multi_get(self._store, keys), strict=True):
             its, text = report.split(" ", 1)
             if int(its) == number:
-                found[rank] = text
+                found[rank_of[key]] = text
         return found
 
     def _diagnose(self, number: int, attempt: int) -> None:
