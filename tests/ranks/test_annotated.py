@@ -420,7 +420,7 @@ def test_annotations_that_do_not_fit_are_refused(pool: RankPool) -> None:
     expected = {
         "no dp_mesh_dims": "dp_mesh_dims is not given",
         "plain": "is a plain tensor",
-        "outside": "is no dim of the mesh",
+        "outside": "is not among the dims of the mesh",
         "all ranks": "on mesh dim 'tp' it must be",
         "no tp": "on mesh dim 'tp' it must be",
         "cut over dp": "must be R",

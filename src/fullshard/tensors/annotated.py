@@ -1,6 +1,6 @@
 """Parameters annotated by the package ``spmd_types``: local tensors with a type for each mesh axis.
 
-The type says how the ranks along an axis hold the tensor, and what its gradients are there:
+The type describes how the ranks along an axis hold the tensor, and its gradients:
 
     R       equal values on all ranks; gradients are terms of a sum.
     I       equal values; equal gradients.
@@ -48,7 +48,7 @@ def _package() -> Any:
 
 @dataclass(frozen=True)
 class Annotation:
-    """The annotation of one parameter, and what it means on the full mesh.
+    """The annotation of one parameter, and its placements on the full mesh.
 
     Attributes:
         types, partition: the annotation as ``spmd_types`` keeps it, with all data-parallel axes.
@@ -101,7 +101,7 @@ class Annotation:
             kinds.append(kind)
         for axis, kind in left.items():
             if axis.isorthogonal(*dp) or not axis.isorthogonal(*others):
-                raise misfit(f"axis {axis} is no dim of the mesh, whose dims are {names}")
+                raise misfit(f"axis {axis} is not among the dims of the mesh, {names}")
             if kind is not package.R:
                 raise misfit(f"on the data-parallel axis {axis} it must be R")
         for axis in package.current_mesh() or dp:  # those that may be left out

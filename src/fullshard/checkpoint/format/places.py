@@ -162,7 +162,7 @@ class ObjectUrl:
 
 
 class NewFile(ABC):
-    """A new file, written front to back. It is complete if all its bytes are written on close.
+    """A new file, written front to back, and given up if bytes are missing when it is closed.
 
     Args:
         nbytes: the size of the file.

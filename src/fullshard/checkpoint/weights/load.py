@@ -83,7 +83,7 @@ def load_weights(
     Args:
         model: a model, sharded or not; values are cast to its dtypes.
         folder: has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
-            names; or such a file itself. It may be a URL of an object store.
+            names; or such a file itself; or a URL of an object store.
         strict: refuse files that lack tensors of the model, or have others.
         init: called with each module on the meta device that has a tensor the files lack.
         convert: by name, how a tensor of the model is made from stored ones; each rank holds one

@@ -324,7 +324,7 @@ def _box(view: Tensor, base: Tensor) -> tuple[Region, tuple[int, ...]] | None:
 def read_index(folder: Place) -> dict[str, InFile]:
     """Return the tensors in the files of weights in ``folder``, or in the file ``folder``.
 
-    It may be a URL of an object store.
+    ``folder`` may be a URL of an object store.
 
     Raises:
         CheckpointError: there are none, or they lack tensors that their index names.
