@@ -247,11 +247,36 @@ def lists(*widths: list[int]) -> nn.Module:
             ),
             ["0.0", "0.1", "1.0", "1.1", ""],
         ),
-        # as ever: layers with experts, and modules of one width
+        # a body of blocks between two layers, in a list and in a module of its own
+        (
+            lambda: nn.Sequential(
+                nn.Linear(4, 8), nn.Sequential(Layer(8), Layer(8)), nn.Linear(8, 4)
+            ),
+            ["1.0", "1.1", ""],
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 8), Decoder(vocab=2), nn.Linear(8, 90)),
+            ["1.layers.0", "1.layers.1", "1.layers.2", "2", ""],
+        ),
+        (
+            lambda: nn.Sequential(Expert(8), nn.Sequential(Layer(8), Layer(8)), Expert(8)),
+            ["0", "1.0", "1.1", "2", ""],
+        ),
+        # as ever: layers with experts, modules of one width, a small net between two layers
+        (
+            lambda: nn.Sequential(
+                Layer(8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Layer(8)
+            ),
+            ["0", "1", "2", ""],
+        ),
+        (lambda: nn.ModuleList([Layer(8), Layer(8), Stage(8, 4, Expert)]), ["0", "1", "2", ""]),
         (lambda: nn.ModuleList([Stage(8, 4, Expert), Stage(8, 4, Expert)]), ["0", "1", ""]),
         (lambda: nn.ModuleList([Stage(8, 2), Stage(8, 3)]), ["0", "1", ""]),
     ],
-    ids=["lists", "of_one", "deep", "stages", "sequential", "experts", "alike"],
+    ids=[
+        *("lists", "of_one", "deep", "stages", "sequential", "body", "model", "between_blocks"),
+        *("small_net", "odd_one", "experts", "alike"),
+    ],
 )
 def test_lists_of_lists(make: Callable[[], nn.Module], expected: list[str]) -> None:
     assert [name for name in names(make()) if "down" not in name] == expected

@@ -264,7 +264,7 @@ def choose(model: nn.Module, ignored: set[nn.Parameter]) -> ChosenUnits:
     def unit(module: nn.Module, why: Why) -> ChosenUnit:
         return ChosenUnit(names[module], type(module).__name__, numel(module), why)
 
-    kinds = {type(block) for block in _repeated(model) if any(block.children())}
+    kinds = {type(block) for block in _repeated(model) if _has_children(block)}
     blocks = [block for block in _repeated(model, kinds) if fits(block)]
     largest = max(map(numel, blocks), default=numel(model) // 4)
     closed = [*blocks, *(m for m in names if isinstance(m, _READ_THEIR_CHILDREN))]
@@ -294,12 +294,22 @@ def _repeated(module: nn.Module, kinds: Collection[type[nn.Module]] = ()) -> Ite
             in_stages = _kinds_in_stages([child for child in children if type(child) is kind])
             kinds = {*kinds, *in_stages}
             repeated |= set() if in_stages else {kind}
+    others = [child for child in children if type(child) not in {*kinds, *repeated}]
+    inner = {child: list(_repeated(child, kinds)) for child in others}
+    bodies = {child for child, found in inner.items() if any(map(_has_children, found))}
+    if bodies and not any(_has_children(child) for child in children if type(child) in repeated):
+        repeated = set()  # layers around a body of blocks, as in Sequential(Linear, body, Linear)
     for child in children:
-        is_odd_one = bool(repeated) and _is_block(child) and any(child.children())
-        if type(child) in repeated or type(child) in kinds or is_odd_one:
+        is_odd_one = bool(repeated) and _is_block(child) and _has_children(child)
+        is_body = child in bodies and isinstance(child, _CONTAINERS)
+        if type(child) in {*kinds, *repeated} or (is_odd_one and not is_body):
             yield child
         else:
-            yield from _repeated(child, kinds)
+            yield from inner.get(child, ())
+
+
+def _has_children(module: nn.Module) -> bool:
+    return any(module.children())
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
@@ -340,7 +350,7 @@ def _kinds_in_stages(alike: Sequence[nn.Module]) -> set[type[nn.Module]]:
             for held in around
             if isinstance(held, _CONTAINERS)
             for block in _children(held)
-            if _has_forward(block) and any(block.children()) and not isinstance(block, _CONTAINERS)
+            if _has_forward(block) and _has_children(block) and not isinstance(block, _CONTAINERS)
             if sum(param.dim() > 1 for param in block.parameters()) > 1  # no convolution and norm
         ]
         for around in lists
