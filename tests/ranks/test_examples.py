@@ -78,7 +78,7 @@ class Learns(NamedTuple):
 
 
 EACH = [
-    Learns("minimal.py", 2.8, "blocks.1  Block           49,984  repeated block"),
+    Learns("minimal.py", 2.8, "2 x 49,984  repeated block"),
     Learns("int8_gather.py", 0.9, "Int8Gathered sends 26% of its bytes"),
     Learns("migrate_fsdp1.py", 1.0, "saved 28 tensors, and the moments of 28 parameters"),
     Learns("migrate_fsdp2.py", 1.5, "RaggedTensor of (256, 64), this process keeps"),
@@ -86,7 +86,7 @@ EACH = [
     Learns(
         "tensor_parallel.py", 0.2, "(192, 48) placed (_StridedShard(dim=0, sf=2), Shard(dim=0))"
     ),
-    Learns("transformers_model.py", 2.5, "(root)          LlamaForCausalLM"),
+    Learns("transformers_model.py", 2.5, "LlamaForCausalLM"),
 ]
 
 

@@ -79,12 +79,39 @@ class ChosenUnits:
         return iter(self.units)
 
     def __str__(self) -> str:
-        width = max(len(unit.name or "(root)") for unit in self.units)
-        kinds = max(len(unit.kind) for unit in self.units)
+        """One line a unit; equal neighbours of one list share a line."""
+        lines: list[list[ChosenUnit]] = []
+        for unit in self.units:
+            if lines and _is_next(lines[-1][-1], unit, alike=True):
+                lines[-1].append(unit)
+            else:
+                lines.append([unit])
+        rows = [
+            (
+                _span(alike[0], alike[-1]) or "(root)",
+                alike[0].kind,
+                f"{len(alike)} x {alike[0].numel:,}" if len(alike) > 1 else f"{alike[0].numel:,}",
+                alike[0].why,
+            )
+            for alike in lines
+        ]
+        names, kinds, sizes, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
         return "\n".join(
-            f"{unit.name or '(root)':{width}}  {unit.kind:{kinds}}  {unit.numel:>15,}  {unit.why}"
-            for unit in self.units
+            f"{name:{names}}  {kind:{kinds}}  {size:>{max(sizes, 15)}}  {why}"
+            for name, kind, size, why in rows
         )
+
+
+def _is_next(one: ChosenUnit, other: ChosenUnit, alike: bool = False) -> bool:
+    """Return whether ``other`` is the next member of a list, of the same size if ``alike``."""
+    (parent, _, at), (next_to, _, then) = (each.name.rpartition(".") for each in (one, other))
+    numbered = at.isdigit() and then.isdigit() and int(then) == int(at) + 1
+    same = one.why is other.why and (not alike or replace(one, name=other.name) == other)
+    return parent == next_to and numbered and same
+
+
+def _span(first: ChosenUnit, last: ChosenUnit) -> str:
+    return first.name if first is last else f"{first.name} to {last.name}"
 
 
 def shard_blocks(
@@ -191,18 +218,14 @@ def _grouped(decided: Iterable[_Decided], size: int) -> Iterator[list[_Decided]]
 
 
 def _follows(one: _Decided, other: _Decided) -> bool:
-    (parent, _, at), (next_to, _, then) = (each.unit.name.rpartition(".") for each in (one, other))
-    numbered = at.isdigit() and then.isdigit() and int(then) == int(at) + 1
-    alike = one.choices is other.choices and one.unit.why is other.unit.why
-    return parent == next_to and numbered and alike and one.unit.why in (Why.BLOCK, Why.POLICY)
+    is_block = one.unit.why in (Why.BLOCK, Why.POLICY)
+    return is_block and one.choices is other.choices and _is_next(one.unit, other.unit)
 
 
 def _described(group: Sequence[_Decided]) -> ChosenUnit:
-    first, last = group[0].unit, group[-1].unit
-    if first is last:
-        return first
-    numel = sum(one.unit.numel for one in group)
-    return replace(first, name=f"{first.name} to {last.name}", numel=numel)
+    units = [one.unit for one in group]
+    numel = sum(unit.numel for unit in units)
+    return replace(units[0], name=_span(units[0], units[-1]), numel=numel)
 
 
 def _by_shape(model: nn.Module, choices: CallOptions) -> list[_Decided]:
