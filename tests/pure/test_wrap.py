@@ -536,7 +536,7 @@ def test_shard_blocks_follows_a_policy(world_of_one: None) -> None:
     chosen = fullshard.shard_blocks(model, policy=policy, reshard_after_forward=True)
     assert [unit.name for unit in chosen] == ["0.0", "0.1", "0", "1.0", "1.1", "2", ""]
     assert [unit.numel for unit in chosen] == [20, 20, 0, 20, 20, 20, 0]
-    assert str(chosen).count("chosen by the policy") == 6
+    assert [unit.why for unit in chosen].count("chosen by the policy") == 6
     assert set(sharded_names(model)) == {"", "0", "0.0", "0.1", "1.0", "1.1", "2"}
 
 
