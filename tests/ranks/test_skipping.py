@@ -416,20 +416,6 @@ def refusals(flat: bool) -> dict[str, str]:
     return told
 
 
-def in_detail() -> float:
-    """With the order of units checked, of those that have one."""
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        case = Case(flat=True)
-        return train(draw(11, 2, 3, case), case)
-    finally:
-        dist.set_debug_level(dist.DebugLevel.OFF)
-
-
-def test_the_check_of_the_order_leaves_out_what_has_none(pool: RankPool) -> None:
-    assert max(pool.run(2, in_detail)) < EXACT
-
-
 @pytest.mark.parametrize("flat", [False, True])
 def test_refusals(pool: RankPool, flat: bool) -> None:
     for told in pool.run(2, refusals, flat):

@@ -64,7 +64,6 @@ class Engine:
         self.meter = StorageMeter()
         self.observer: Observer | None = None
         self.recorder: Recorder | None = None
-        self.order: Any = None  # of forwards, while ``flat/order.py`` checks them
         self.post_optim_event: Any = None  # if set, the next fence waits for it, not for compute
         self.is_dry = False
         self.steps = StepLog(self.shares_params, self.weights_changed, self._drop_step)

@@ -32,7 +32,6 @@ from fullshard.flat.options import (
     as_prefetch,
     as_strategy,
 )
-from fullshard.flat.order import follow_order
 from fullshard.flat.own import OwnTensors, own_modules
 from fullshard.flat.precision import Precision, as_mixed_precision
 from fullshard.flat.prepare import (
@@ -240,11 +239,8 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, and tell the engine when the call ends, even by an exception."""
         unit = self._unit
-        if not unit.is_lent:
-            if self.training:
-                follow_order(unit)
-            if self._precision.options.full_precision_in_eval:
-                self._follow_modes()
+        if not unit.is_lent and self._precision.options.full_precision_in_eval:
+            self._follow_modes()
         self._precision.cast_buffers(own_modules(getattr(self, WRAPPED)), is_lent=unit.is_lent)
         return super().__call__(*args, **kwargs)
 
