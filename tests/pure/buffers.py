@@ -26,7 +26,6 @@ def neighbours(seed: int, starts: Sequence[int] = (0, 8, 12, 16)) -> list[Tensor
         part = _memory.own_storage(flat.narrow(0, start, math.prod(shape)).view(shape))
         values = torch.arange(part.numel(), dtype=torch.float64).view(shape)
         parts.append(part.copy_(torch.sin(values + seed + 10 * number)))
-        part.flat = flat  # type: ignore[attr-defined]
     return parts
 
 

@@ -97,6 +97,7 @@ def own_storage(view: Tensor) -> Tensor:
 
     Pickling a tensor saves its whole storage.
     """
+    view = view.detach() if view.requires_grad else view
     return own_part(view, 0, view.shape, view.stride())
 
 
@@ -107,29 +108,25 @@ def own_part(
 
     ``stride`` is None for a contiguous tensor. The memory is shared with ``flat``, except on meta,
     where no mode sees the part, since it counts as memory of ``flat`` there, too.
+
+    The storage keeps ``flat`` alive. The Python object of a storage lives as long as the storage,
+    and copies omit its attributes.
     """
     if flat.is_meta:
         with no_dispatch():
             part = flat.new_empty(shape)
         storage: Any = part.untyped_storage()
-        storage.kept_alive, storage.start = flat, flat.storage_offset() + start
-        return part
-    length = prod(shape)
-    if stride is not None and length:
-        length = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    begin = (flat.storage_offset() + start) * flat.itemsize
-    storage = flat.untyped_storage()[begin : begin + length * flat.itemsize]
-    part = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    # Empty strides make the result contiguous, which torch's annotations do not say.
-    return part.set_(storage, 0, shape, () if stride is None else stride)
-
-
-def keep_alive(tensor: Tensor, other: Tensor) -> None:
-    """Keep ``other`` alive as long as the storage of ``tensor``, which does not count ``other``.
-
-    The Python object of a storage lives as long as the storage, and copies omit its attributes.
-    """
-    tensor.untyped_storage().kept_alive = other  # type: ignore[attr-defined]
+    else:
+        length = prod(shape)
+        if stride is not None and length:
+            length = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        begin = (flat.storage_offset() + start) * flat.itemsize
+        storage = flat.untyped_storage()[begin : begin + length * flat.itemsize]
+        part = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        # Empty strides make the result contiguous, which torch's annotations do not say.
+        part = part.set_(storage, 0, shape, () if stride is None else stride)
+    storage.kept_alive, storage.start = flat, flat.storage_offset() + start
+    return part
 
 
 def is_at(tensor: Tensor, other: Tensor) -> bool:
@@ -140,22 +137,25 @@ def is_at(tensor: Tensor, other: Tensor) -> bool:
     return len(set(storages)) == 1 and tensor.storage_offset() == other.storage_offset()
 
 
-def announce_on_meta(flat: Tensor, parts: dict[int, tuple[int, int]]) -> None:
+def announce(flat: Tensor, parts: dict[int, tuple[int, int]]) -> None:
     """Remember number and length of each part of ``flat``, by its first element."""
     storage: Any = flat.untyped_storage()
     storage.announced = weakref.ref(flat), parts
 
 
-def part_on_meta(tensor: Tensor) -> tuple[Tensor | None, int, tuple[int, int]]:
-    """Return what was announced of the ``own_part`` ``tensor``: the flat tensor, start and part."""
-    whole = whole_on_meta(tensor)
-    storage: Any = None if whole is None else whole.untyped_storage()
+def announced_part(tensor: Tensor) -> tuple[Tensor | None, int, tuple[int, int]]:
+    """Return what was announced of ``tensor``: the flat tensor, the start in it, and the part."""
+    storage: Any = tensor.untyped_storage()
+    start = int(tensor.storage_offset())
+    if not hasattr(storage, "announced"):
+        start += getattr(storage, "start", 0)
+        storage = getattr(storage, "kept_alive", tensor).untyped_storage()
     announced = getattr(storage, "announced", None)
-    start: int = getattr(tensor.untyped_storage(), "start", 0)
-    if announced is None:
+    flat = None if announced is None else announced[0]()
+    if announced is None or flat is None:
         return None, start, (0, 0)
-    reference, parts = announced
-    return reference(), start, parts.get(start, (0, 0))
+    start -= flat.storage_offset()
+    return flat, start, announced[1].get(start, (0, 0))
 
 
 def whole_on_meta(tensor: Tensor) -> Tensor | None:

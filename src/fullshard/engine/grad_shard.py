@@ -112,5 +112,4 @@ def _cast(spec: BucketSpec, flat: Tensor, dtypes: Sequence[torch.dtype]) -> list
         announce_flat(part, ((pieces[i].offset - start, pieces[i].numel) for i in members))
         for i in members:
             views[i] = _memory.own_part(part, pieces[i].offset - start, pieces[i].shape)
-            _memory.keep_alive(views[i], part)
     return [views[i] for i in range(len(pieces))]

@@ -218,10 +218,7 @@ class BucketSpec:
         keep ``flat`` alive, and ``tensors.flat_part_of`` finds them as neighbors in ``flat``.
         """
         announce_flat(flat, ((piece.offset, piece.numel) for piece in self.pieces))
-        views = [_memory.own_part(flat, piece.offset, piece.shape) for piece in self.pieces]
-        for view in views:
-            _memory.keep_alive(view, flat)
-        return views
+        return [_memory.own_part(flat, piece.offset, piece.shape) for piece in self.pieces]
 
     def unsharded_param(self, index: int, view: Tensor) -> nn.Parameter:
         """Return a parameter over the memory of ``view``, for modules to use; frozen at first."""

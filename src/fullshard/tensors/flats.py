@@ -2,7 +2,7 @@
 
 Users hold the tensors of a bucket as separate tensors, each with a separate storage object. Code
 that treats them as one tensor, such as an optimizer, asks this module. A flat buffer is announced
-when it is made. As long as the buffer exists, the address of a part finds the buffer.
+when it is made, and its parts are known by their storages.
 
     flat     | w w w w w w | . . | b b b |         parts (0, 6) and (8, 3); neighbors
     part     |      0      |     |   1   |         are parts with consecutive numbers
@@ -10,13 +10,9 @@ when it is made. As long as the buffer exists, the address of a part finds the b
 
 from __future__ import annotations
 
-import weakref
-from bisect import bisect_right, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fullshard._torch import memory as _memory
@@ -39,73 +35,24 @@ class FlatPart:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Flat:
-    tensor: weakref.ref[Tensor]
-    parts: dict[int, tuple[int, int]]  # start -> (number, length)
-
-
-class _Flats(NamedTuple):
-    """The flat buffers of one device."""
-
-    by_address: dict[int, _Flat]  # of the first byte
-    addresses: list[int]  # sorted
-
-
-_flats: dict[torch.device, _Flats] = {}
-
-
 def announce_flat(flat: Tensor, parts: Iterable[tuple[int, int]]) -> None:
     """Announce that tensors in the memory of ``flat`` are parts, for ``flat_part_of`` to find.
 
     Args:
-        flat: the 1-D buffer, which is never resized; it is not kept alive.
+        flat: the 1-D buffer, the only one in its storage; it is not kept alive.
         parts: first element and number of elements of each part; empty parts are ignored.
     """
-    if not flat.numel():
-        return
     filled = sorted((start, length) for start, length in parts if length)
     numbered = {start: (number, length) for number, (start, length) in enumerate(filled)}
-    if flat.is_meta:  # without addresses; a part knows where it is (``_memory.own_part``)
-        _memory.announce_on_meta(flat, numbered)
-        return
-    device, address = flat.device, flat.data_ptr()
-    flats = _flats.setdefault(device, _Flats({}, []))
-    if address not in flats.by_address:
-        insort(flats.addresses, address)
-    reference = weakref.ref(flat, lambda _: _forget(flats, address, reference))
-    flats.by_address[address] = _Flat(reference, numbered)
+    _memory.announce(flat, numbered)
 
 
 def flat_part_of(tensor: Tensor) -> FlatPart | None:
-    """Return the part that the contiguous ``tensor`` covers completely; None if there is none."""
-    if tensor.is_meta:
-        return _part_on_meta(tensor)
-    flats = _flats.get(tensor.device)
-    address = tensor.data_ptr()
-    at = bisect_right(flats.addresses, address) if flats is not None else 0
-    if flats is None or not at or not tensor.is_contiguous():
+    """Return the part that the contiguous ``tensor`` covers completely; None if there is none.
+
+    ``tensor`` is a view of the buffer, or was made by ``_memory.own_part``.
+    """
+    flat, start, (number, length) = _memory.announced_part(tensor)
+    if flat is None or flat.dtype != tensor.dtype or not 0 < length == tensor.numel():
         return None
-    first = flats.addresses[at - 1]
-    known = flats.by_address[first]
-    flat = known.tensor()
-    start = (address - first) // tensor.itemsize
-    number, length = known.parts.get(start, (0, 0))
-    if flat is None or flat.dtype != tensor.dtype or length == 0 or length != tensor.numel():
-        return None
-    return FlatPart(flat, number, start, start + length)
-
-
-def _part_on_meta(tensor: Tensor) -> FlatPart | None:
-    flat, start, (number, length) = _memory.part_on_meta(tensor)
-    if flat is None or flat.dtype != tensor.dtype or length == 0 or length != tensor.numel():
-        return None
-    return FlatPart(flat, number, start, start + length)
-
-
-def _forget(flats: _Flats, address: int, reference: weakref.ref[Tensor]) -> None:
-    """Remove the entry of a freed buffer, unless a new buffer has taken the same address."""
-    known = flats.by_address.get(address)
-    if known is not None and known.tensor is reference:
-        del flats.by_address[address]
-        flats.addresses.remove(address)
+    return FlatPart(flat, number, start, start + length) if tensor.is_contiguous() else None
