@@ -26,7 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fullshard._torch import dtensor as _dtensor
 from fullshard._torch import memory as _memory
 from fullshard.errors import UnsupportedError
-from fullshard.tensors.parts import gathered, is_partial, keep_own_part, part_like, replicated
+from fullshard.tensors.parts import (
+    aten_ops,
+    gathered,
+    is_partial,
+    keep_own_part,
+    part_like,
+    replicated,
+)
 from fullshard.tensors.pointwise import MIXED_LIST_HANDLERS, POINTWISE_HANDLERS
 from fullshard.tensors.random import RANDOM_FILLS, RANDOM_HANDLERS
 
@@ -194,10 +201,7 @@ def _write_back(op: Any, view: GatheredView) -> None:
 
 _OVERWRITES = {
     *RANDOM_FILLS,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.zero_.default,
-    aten.copy_.default,
+    *aten_ops("fill_.Scalar fill_.Tensor zero_.default copy_.default"),
 }
 """Operations that do not read the tensor they write to, so the tensor need not be up to date."""
 

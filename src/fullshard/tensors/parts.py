@@ -22,6 +22,13 @@ from fullshard.layout.region import Interval, Intervals, Region, cut, whole
 from fullshard.tensors.ragged_shard import RaggedShard
 
 
+def aten_ops(names: str) -> list[Any]:
+    """Return the operations with these names, such as "mul.Tensor", that this PyTorch has."""
+    pairs = [name.partition(".")[::2] for name in names.split()]
+    found = [getattr(getattr(torch.ops.aten, op, None), overload, None) for op, overload in pairs]
+    return [op for op in found if op is not None]
+
+
 def coordinate_in(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the coordinate of this rank in ``mesh``, one index for each mesh dim.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
-from fullshard.tensors.parts import is_partial
+from fullshard.tensors.parts import aten_ops, is_partial
 
 aten = torch.ops.aten
 
@@ -73,60 +73,24 @@ def _is_list(arg: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(arg, (list, tuple))
 
 
-# Of operations on lists, those that PyTorch's DTensors lack, and the fused ones. Others would take
-# longer this way, and are handled once somebody mixes lists, which PyTorch refuses.
-_ON_LISTS = (
-    aten._foreach_copy_,
-    aten._foreach_sign_,
-    aten._fused_adagrad_,
-    aten._fused_adam_,
-    aten._fused_adamw_,
-    aten._fused_sgd_,
-)
+def _overloads(kind: str, names: str) -> list[Any]:
+    """Return all overloads of these operations on lists, such as "add_" of the kind "_foreach"."""
+    found = [getattr(aten, f"{kind}_{name}") for name in names.split()]
+    return [getattr(op, overload) for op in found for overload in op.overloads()]
+
+
 # Of operations on single tensors, those that take numbers, with which PyTorch's DTensors are slow.
+# Of those on lists, the ones that PyTorch's DTensors lack, and the fused ones. Others would take
+# longer this way, and are handled once somebody mixes lists, which PyTorch refuses.
 POINTWISE_HANDLERS = {
-    aten.div.Tensor: _on_locals,
-    aten.div_.Tensor: _on_locals,
-    aten.mul_.Tensor: _on_locals,
-    **{getattr(op, name): _on_lists for op in _ON_LISTS for name in op.overloads()},
+    **dict.fromkeys(aten_ops("div.Tensor div_.Tensor mul_.Tensor"), _on_locals),
+    **dict.fromkeys(_overloads("_foreach", "copy_ sign_"), _on_lists),
+    **dict.fromkeys(_overloads("_fused", "adagrad_ adam_ adamw_ sgd_"), _on_lists),
 }
-_MIXED = (
-    aten._foreach_abs,
-    aten._foreach_abs_,
-    aten._foreach_add,
-    aten._foreach_add_,
-    aten._foreach_addcdiv,
-    aten._foreach_addcdiv_,
-    aten._foreach_addcmul,
-    aten._foreach_addcmul_,
-    aten._foreach_clamp_max_,
-    aten._foreach_clamp_min_,
-    aten._foreach_copy_,
-    aten._foreach_div,
-    aten._foreach_div_,
-    aten._foreach_lerp_,
-    aten._foreach_maximum_,
-    aten._foreach_mul,
-    aten._foreach_mul_,
-    aten._foreach_neg,
-    aten._foreach_neg_,
-    aten._foreach_pow,
-    aten._foreach_pow_,
-    aten._foreach_reciprocal,
-    aten._foreach_reciprocal_,
-    aten._foreach_rsqrt,
-    aten._foreach_rsqrt_,
-    aten._foreach_sign,
-    aten._foreach_sign_,
-    aten._foreach_sqrt,
-    aten._foreach_sqrt_,
-    aten._foreach_sub,
-    aten._foreach_sub_,
-    aten._foreach_zero_,
+_MIXED = _overloads(
+    "_foreach",
+    "abs abs_ add add_ addcdiv addcdiv_ addcmul addcmul_ clamp_max_ clamp_min_ copy_ div div_ lerp_"
+    " maximum_ mul mul_ neg neg_ pow pow_ reciprocal reciprocal_ rsqrt rsqrt_ sign sign_ sqrt sqrt_"
+    " sub sub_ zero_",
 )
-MIXED_LIST_HANDLERS = {
-    getattr(op, name): _on_lists
-    for op in _MIXED
-    for name in op.overloads()
-    if not name.endswith("out")
-}
+MIXED_LIST_HANDLERS = {op: _on_lists for op in _MIXED if not op._overloadname.endswith("out")}

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import RaggedOperationError
 from fullshard.tensors.form import local_part
-from fullshard.tensors.parts import Sharding, part_like, sharding_of
+from fullshard.tensors.parts import Sharding, aten_ops, part_like, sharding_of
 from fullshard.tensors.pointwise import fits
 from fullshard.tensors.ragged_cut import cut_of, is_ragged
 from fullshard.tensors.random import RANDOM_FILLS, RANDOM_HANDLERS, RANDOM_LIKE
@@ -383,35 +383,17 @@ _HANDLERS: dict[Any, Handler] = {
     aten.new_empty.default: _new,
     # pointwise, but not all have the tag; since PyTorch 2.15 ``x[mask] = value`` is one of these
     **dict.fromkeys(
-        (
-            aten.masked_fill.Scalar,
-            aten.masked_fill.Tensor,
-            aten.masked_fill_.Scalar,
-            aten.masked_fill_.Tensor,
-        ),
+        aten_ops("masked_fill.Scalar masked_fill.Tensor masked_fill_.Scalar masked_fill_.Tensor"),
         _pointwise,
     ),
     **dict.fromkeys(
-        (
-            aten.detach.default,
-            aten.alias.default,
-            aten._to_copy.default,
-            aten.clone.default,
-            aten.empty_like.default,
-            aten.zeros_like.default,
-            aten.ones_like.default,
-            aten.full_like.default,
+        aten_ops(
+            "detach.default alias.default _to_copy.default clone.default empty_like.default"
+            " zeros_like.default ones_like.default full_like.default"
         ),
         _made_like,
     ),
-    **dict.fromkeys(
-        (
-            aten.fill_.Scalar,
-            aten.fill_.Tensor,
-            aten.zero_.default,
-        ),
-        _in_place,
-    ),
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _same_shape),
+    **dict.fromkeys(aten_ops("fill_.Scalar fill_.Tensor zero_.default"), _in_place),
+    **dict.fromkeys(aten_ops("view.default _unsafe_view.default"), _same_shape),
     **dict.fromkeys((*RANDOM_FILLS, *RANDOM_LIKE), _drawn_in_full),
 }

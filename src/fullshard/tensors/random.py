@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard.tensors.parts import (
+    aten_ops,
     gathered,
     is_partial,
     keep_own_part,
@@ -28,29 +29,16 @@ from fullshard.tensors.parts import (
 
 aten = torch.ops.aten
 
-RANDOM_FILLS = (
-    aten.uniform_.default,
-    aten.normal_.default,
-    aten.bernoulli_.float,
-    aten.bernoulli_.Tensor,
-    aten.exponential_.default,
-    aten.cauchy_.default,
-    aten.log_normal_.default,
-    aten.geometric_.default,
-    aten.random_.default,
-    aten.random_.to,
-    getattr(aten.random_, "from"),
+RANDOM_FILLS = aten_ops(
+    "uniform_.default normal_.default bernoulli_.float bernoulli_.Tensor exponential_.default"
+    " cauchy_.default log_normal_.default geometric_.default random_.default random_.to"
+    " random_.from"
 )
 """Operations that overwrite their first argument, whatever its values."""
 
-RANDOM_LIKE = (
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.randint_like.default,
-    aten.randint_like.low_dtype,
+RANDOM_LIKE = aten_ops(
+    "rand_like.default randn_like.default randint_like.default randint_like.low_dtype"
 )
-
-_FROM_VALUES = (aten.bernoulli.default, aten.multinomial.default)
 
 
 def _fill(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -95,6 +83,6 @@ def _ask(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 RANDOM_HANDLERS = {
     **dict.fromkeys(RANDOM_FILLS, _fill),
     **dict.fromkeys(RANDOM_LIKE, _draw_like),
-    **dict.fromkeys(_FROM_VALUES, _draw_from),
+    **dict.fromkeys(aten_ops("bernoulli.default multinomial.default"), _draw_from),
     aten._local_scalar_dense.default: _ask,
 }

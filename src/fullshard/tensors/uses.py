@@ -8,16 +8,14 @@ each step, so the handlers are removed as soon as there is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fullshard._torch import dtensor as _dtensor
-
-aten = torch.ops.aten
+from fullshard.tensors.parts import aten_ops
 
 explanations: list[Callable[[Sequence[Tensor], Exception], Exception | None]] = []
 """Called with the tensors of an operation and its error; return a clearer error, or None."""
@@ -25,7 +23,7 @@ explanations: list[Callable[[Sequence[Tensor], Exception], Exception | None]] = 
 MIXED = "got mixed torch.Tensor and DTensor"
 """The text of PyTorch's error for an operation on a DTensor and a plain tensor."""
 
-_OPS = (
+_OPS = aten_ops(
     "addmm.default addmv.default baddbmm.default bmm.default linear.default matmul.default"
     " mm.default mv.default mul.Tensor embedding.default _embedding_bag.default convolution.default"
     " native_layer_norm.default native_group_norm.default native_batch_norm.default"
@@ -35,7 +33,7 @@ _OPS = (
     " conv1d.default conv2d.default conv3d.default conv1d.padding conv2d.padding conv3d.padding"
     " conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input layer_norm.default"
     " group_norm.default rms_norm.default embedding_bag.default prelu.default"
-).split()
+)
 """First operations on parameters in the forwards of modules."""
 
 _undo: list[Callable[[], None]] | None = None
@@ -49,14 +47,7 @@ def explain_uses(*, parallel: bool) -> None:
             undo()
         _undo = []
     elif _undo is None:
-        _undo = [_dtensor.surround_dtensor_op(op, _explaining) for op in _known_ops()]
-
-
-def _known_ops() -> Iterable[Any]:
-    for name, _, overload in (text.partition(".") for text in _OPS):
-        op = getattr(getattr(aten, name, None), overload, None)  # some are newer than PyTorch 2.11
-        if op is not None:
-            yield op
+        _undo = [_dtensor.surround_dtensor_op(op, _explaining) for op in _OPS]
 
 
 def _explaining(run: Callable[..., Any], op: Any, args: Any, kwargs: Any) -> object:
