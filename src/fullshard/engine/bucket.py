@@ -188,7 +188,7 @@ class Bucket:
         is_full = self.spec.layout.world == 1 and self.spec.layout.zero_copy
         is_cast = self.spec.unsharded_dtype(self.shard.dtype) != self.shard.dtype
         if is_full and not is_cast and self.spec.offload is None:
-            return BorrowedUnsharded(self.spec, self.shard)
+            return BorrowedUnsharded(self.spec, self.shard, lanes)
         return FlatUnsharded(self.spec, self.shard, lanes, meter)
 
     def check(self) -> None:

@@ -13,10 +13,9 @@ from fullshard.comm import Collectives, Done, Pending
 from fullshard.device import Buffer, BufferKind, Lane, Lanes, StorageMeter
 from fullshard.engine.shard import Shards
 from fullshard.engine.spec import BucketSpec
-from fullshard.engine.unshard import GatheredUnsharded, Versions
+from fullshard.engine.unshard import Unsharded, Versions
 from fullshard.errors import ExtensionError, UnsupportedError
 from fullshard.tensors import (
-    HookArguments,
     carry_attributes,
     gathered_by_itself,
     local_part,
@@ -26,7 +25,7 @@ from fullshard.tensors import (
 )
 
 
-class HookedUnsharded(GatheredUnsharded):
+class HookedUnsharded(Unsharded):
     """Parameters of which some have all-gather hooks, in memory of their own.
 
     All tensors that a bucket sends travel as bytes in one call, each gathered in place into
@@ -98,12 +97,15 @@ class HookedUnsharded(GatheredUnsharded):
 
     def _free(self, *, to_secondary: bool, keep_memory: bool) -> None:
         if not keep_memory:
-            for part in self._parts:
-                part.free()
+            for buffer in self._buffers():
+                buffer.free()
 
     def _leave(self) -> None:
-        for part in self._parts:
-            part.leave()
+        for buffer in self._buffers():
+            buffer.leave()
+
+    def _buffers(self) -> list[Buffer]:
+        return [buffer for part in self._parts for buffer in (*part.buffers, *part.others)]
 
 
 class _Kind(NamedTuple):
@@ -121,20 +123,20 @@ class _Part:
     """One parameter of a bucket: the tensors that it sends, and the unsharded parameter."""
 
     def __init__(self, spec: BucketSpec, index: int, meter: StorageMeter) -> None:
+        param = spec.layout.params[index]
+        assert spec.hook_arguments is not None  # or ``check_extendable`` has raised
+        self.name = param.name
+        self._shape = torch.Size(param.shape)
+        self._told = spec.hook_arguments
         self._spec = spec
         self._index = index
         self._meter = meter
         self._kinds: list[_Kind] = []  # one for each tensor that a rank sends
         self._metadata: Any = None
-        self._buffers: list[Buffer] = []  # the tensors of all ranks, one buffer for each tensor
-        self._others: list[Buffer] = []  # other memory that the hook wants freed
-        self._releases = False  # True: free ``_buffers`` once the unsharded parameter is filled
+        self.buffers: list[Buffer] = []  # the tensors of all ranks, one buffer for each tensor
+        self.others: list[Buffer] = []  # other memory that the hook wants freed
+        self._releases = False  # True: free ``buffers`` once the unsharded parameter is filled
         self._param: nn.Parameter | None = None
-
-    @property
-    def name(self) -> str:
-        """The FQN."""
-        return self._spec.layout.params[self._index].name
 
     @property
     def param(self) -> nn.Parameter:
@@ -149,24 +151,24 @@ class _Part:
 
     def outputs(self) -> list[Tensor]:
         """Return the non-empty buffers as bytes."""
-        return [buffer.tensor.view(torch.uint8) for buffer in self._buffers if buffer.nbytes]
+        return [buffer.tensor.view(torch.uint8) for buffer in self.buffers if buffer.nbytes]
 
     def ask(self, shards: Shards) -> None:
         """Get the tensors to send, and copy them to their places in the buffers."""
         sent, kinds = self._ask(shards)
-        if self._buffers and kinds != self._kinds:
+        if self.buffers and kinds != self._kinds:
             raise ExtensionError(
                 f"parameter {self.name}: fsdp_pre_all_gather returned tensors of other shapes or "
                 f"dtypes than before, which were {self.sent}; they must stay the same"
             )
-        if self._buffers:
-            for buffer in (*self._buffers, *self._others):
+        if self.buffers:
+            for buffer in (*self.buffers, *self.others):
                 buffer.allocate()
         else:
             self._kinds = kinds
-            self._buffers = list(map(self._new_buffer, kinds))
-        for buffer, tensor in zip(self._buffers, sent, strict=True):
-            place = buffer.tensor.view(self._world, *tensor.shape)[self._spec.comm.rank]
+            self.buffers = list(map(self._new_buffer, kinds))
+        for buffer, tensor in zip(self.buffers, sent, strict=True):
+            place = buffer.tensor.view(self._spec.layout.world, *tensor.shape)[self._spec.comm.rank]
             place.copy_(tensor)
             self._meter.copied(place.nbytes)
 
@@ -189,14 +191,14 @@ class _Part:
 
     def _new_buffer(self, kind: _Kind) -> Buffer:
         device = self._spec.device if kind.device.type != "meta" else kind.device
-        numel = self._world * kind.shape.numel()
+        numel = self._spec.layout.world * kind.shape.numel()
         of, label = BufferKind.UNSHARDED, self._spec.label
         return Buffer(numel, kind.dtype, device, kind=of, meter=self._meter, label=label)
 
     def receive(self, shards: Shards) -> None:
         """Make or refill the unsharded parameter from the tensors of all ranks."""
         local = shards.locals[self._index]
-        outputs = tuple(map(self._joined, self._buffers, self._kinds))
+        outputs = tuple(map(self._joined, self.buffers, self._kinds))
         dtype = self._spec.unsharded_dtype(shards.dtype)
         if not gathered_by_itself(local, self.name):
             if self._param is None:
@@ -208,13 +210,13 @@ class _Part:
         )
         self._metadata = None
         if self._param is None:
-            self._others = self._foreign(to_free)
+            self.others = self._foreign(to_free)
             self._releases = releases_outputs(local, self.name)
             self._check_released(unsharded)
             self._param = self._spec.unsharded_param(self._index, self._stripped(unsharded))
             carry_attributes(unsharded, local_part(self._param), vars(local_part(self._param)))
         if self._releases:
-            for buffer in self._buffers:
+            for buffer in self.buffers:
                 buffer.free()
 
     def _joined(self, buffer: Buffer, kind: _Kind) -> Tensor:
@@ -253,7 +255,7 @@ class _Part:
 
     def _addresses(self) -> set[int]:
         """Return the addresses of the gathered tensors."""
-        return {_address(buffer.tensor) for buffer in self._buffers if buffer.nbytes}
+        return {_address(buffer.tensor) for buffer in self.buffers if buffer.nbytes}
 
     def _foreign(self, to_free: Sequence[Tensor]) -> list[Buffer]:
         """Return buffers for the memory in ``to_free`` that is not ours already."""
@@ -268,29 +270,6 @@ class _Part:
                     tensor, kind=BufferKind.UNSHARDED, meter=self._meter, label=label
                 )
         return list(found.values())
-
-    def free(self) -> None:
-        """Free the memory."""
-        for buffer in (*self._buffers, *self._others):
-            buffer.free()
-
-    def leave(self) -> None:
-        """Forget the memory; see ``Buffer.leave``."""
-        for buffer in (*self._buffers, *self._others):
-            buffer.leave()
-
-    @property
-    def _shape(self) -> torch.Size:
-        return torch.Size(self._spec.layout.params[self._index].shape)
-
-    @property
-    def _world(self) -> int:
-        return self._spec.layout.world
-
-    @property
-    def _told(self) -> HookArguments:
-        assert self._spec.hook_arguments is not None
-        return self._spec.hook_arguments
 
 
 def check_extendable(spec: BucketSpec) -> None:

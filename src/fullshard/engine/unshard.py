@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,69 +11,14 @@ from torch.distributed.tensor import DTensor
 from fullshard._torch import autograd as _autograd
 from fullshard._torch import device as _device
 from fullshard._torch import memory as _memory
-from fullshard.comm import Collectives, Pending
+from fullshard.comm import Collectives, Done, Pending
 from fullshard.device import Buffer, BufferKind, Lane, LaneEvent, Lanes, StorageMeter
 from fullshard.engine.shard import FlatShard, Shards
-from fullshard.engine.spec import BucketSpec, Outbound
+from fullshard.engine.spec import BucketSpec, Offload, Outbound
 from fullshard.layout import GatherPlan, Layout, StridedCopy, even_from, plan_gather, round_up
 from fullshard.tensors import local_part
 
 _ADDRESS = Tensor.data_ptr
-
-
-class Unsharded(ABC):
-    """The unsharded parameters of a bucket, whose memory comes and goes.
-
-    ``start`` and ``finish`` gather; ``free`` frees the memory. The scheduler makes sure that the
-    three are called in turn. Subclasses know the way from the shards to ``params``:
-
-        BorrowedUnsharded   the shard itself: one rank has all of it, in the right dtype.
-        FlatUnsharded       one buffer for all parameters.
-        HookedUnsharded     memory of their own for parameters with all-gather hooks.
-
-    ``is_lost``: True once ``free`` was called in the middle of a gather, which happens only after a
-    fault. The backend may still write to the memory, so the object cannot be used any more.
-    """
-
-    params: list[nn.Parameter]
-    borrows = False
-    """True if the parameters share the memory of the shard."""
-    is_lost = False
-    _views: _Views | None = None
-
-    @abstractmethod
-    def start(self) -> None:
-        """Start the all-gather; if memory is still allocated, write the new values to it."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Make the unsharded parameters usable on the compute lane."""
-
-    @abstractmethod
-    def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
-        """Free the memory once compute is done with it, except a secondary shard if asked.
-
-        With ``keep_memory`` nothing is freed, and the next gather writes to the same place. In the
-        middle of a gather, nothing is freed, and ``is_lost`` is set.
-        """
-
-    def owns(self, param: nn.Parameter) -> bool:
-        """Return whether ``param``, one of ``params``, still uses our memory, as far as we know."""
-        return self._views is None or self._views.owns(param)
-
-    def reclaim(self) -> list[int]:
-        """Point parameters with foreign ``data`` back to our memory; return their indices.
-
-        While no memory is allocated, do nothing: nobody reads them, and ``start`` calls this again.
-        """
-        return [] if self._views is None else self._views.reclaim()
-
-    def takes(self, shards: Shards) -> bool:
-        """Gather from ``shards`` from now on; return False if a new object is needed instead.
-
-        ``shards`` have the device and dtype of the old ones.
-        """
-        return False
 
 
 FREED = 2**32 - 1
@@ -109,67 +53,42 @@ class Versions:
             self._kept = None
 
 
-class GatheredUnsharded(Unsharded):
-    """Parameters that a collective fills; this class knows what is under way, and waits."""
+class Unsharded:
+    """The unsharded parameters of a bucket, whose memory comes and goes.
+
+    ``start`` and ``finish`` gather; ``free`` frees the memory. The scheduler makes sure that the
+    three are called in turn. Subclasses know the way from the shards to ``params``:
+
+        BorrowedUnsharded   the shard itself: one rank has all of it, in the right dtype.
+        FlatUnsharded       one buffer for all parameters.
+        HookedUnsharded     memory of their own for parameters with all-gather hooks.
+
+    ``is_lost``: True once ``free`` was called in the middle of a gather, which happens only after a
+    fault. The backend may still write to the memory, so the object cannot be used any more.
+    """
+
+    params: list[nn.Parameter]
+    borrows = False
+    """True if the parameters share the memory of the shard."""
+    is_lost = False
+    _flat: Tensor | None = None
+    """The 1-D memory of all parameters, which another object allocates and frees."""
+    _plain: Sequence[nn.Parameter] = ()
+    """The parameters in ``_flat`` that are no DTensors."""
+    _memory: Sequence[Tensor] = ()
+    """The part of ``_flat`` of each of ``_plain``."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._in_flight: Pending | None = None
         self._versions = Versions()
 
-    def start(self) -> None:
-        """See ``Unsharded``."""
-        with self._lanes.on(Lane.GATHER):
-            self._in_flight = self._send()
+    def _show(self, spec: BucketSpec, flat: Tensor) -> None:
+        """Make the parameters over ``flat``.
 
-    def finish(self) -> None:
-        """See ``Unsharded``."""
-        if self._in_flight is None:
-            return
-        with self._lanes.on(Lane.GATHER):
-            self._lanes.wait(self._in_flight)
-            self._in_flight = None
-            self._receive()
-        self._versions.gathered()
-        self._lanes.join(Lane.COMPUTE, Lane.GATHER)
-
-    def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
-        """See ``Unsharded``."""
-        if self._in_flight is not None:  # of a step that a fault ended: it will never end
-            self._in_flight, self.is_lost = None, True
-            self._leave()
-            return
-        self._lanes.join(Lane.GATHER, Lane.COMPUTE)
-        with self._lanes.on(Lane.GATHER):
-            self._free(to_secondary=to_secondary, keep_memory=keep_memory)
-        if not keep_memory:
-            self._versions.freed()
-
-    @abstractmethod
-    def _send(self) -> Pending:
-        """Start to gather."""
-
-    @abstractmethod
-    def _receive(self) -> None:
-        """Make the parameters from what has arrived."""
-
-    @abstractmethod
-    def _free(self, *, to_secondary: bool, keep_memory: bool) -> None:
-        """Free the memory."""
-
-    @abstractmethod
-    def _leave(self) -> None:
-        """Forget the memory; see ``Buffer.leave``."""
-
-
-class _Views:
-    """Parameters over 1-D memory that another object allocates and frees.
-
-    Each parameter is made from ``.data`` of a view, so that it has its own version counter and no
-    base. So to autograd, the engine's writes to the memory modify nothing.
-    """
-
-    def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
+        Each parameter is made from ``.data`` of a view, so that it has its own version counter and
+        no base. So to autograd, the engine's writes to the memory modify nothing.
+        """
         self._flat = flat
         layout = spec.layout
         views = [
@@ -181,12 +100,47 @@ class _Views:
         self._plain = [param for param, _ in pairs if not isinstance(param, DTensor)]
         self._memory = [view for param, view in pairs if not isinstance(param, DTensor)]
 
+    def start(self) -> None:
+        """Start the all-gather; if memory is still allocated, write the new values to it."""
+        with self._lanes.on(Lane.GATHER):
+            self._in_flight = self._send()
+
+    def finish(self) -> None:
+        """Make the unsharded parameters usable on the compute lane."""
+        if self._in_flight is None:
+            return
+        with self._lanes.on(Lane.GATHER):
+            self._lanes.wait(self._in_flight)
+            self._in_flight = None
+            self._receive()
+        self._versions.gathered()
+        self._lanes.join(Lane.COMPUTE, Lane.GATHER)
+
+    def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
+        """Free the memory once compute is done with it, except a secondary shard if asked.
+
+        With ``keep_memory`` nothing is freed, and the next gather writes to the same place. In the
+        middle of a gather, nothing is freed, and ``is_lost`` is set.
+        """
+        if self._in_flight is not None:  # of a step that a fault ended: it will never end
+            self._in_flight, self.is_lost = None, True
+            self._leave()
+            return
+        self._lanes.join(Lane.GATHER, Lane.COMPUTE)
+        with self._lanes.on(Lane.GATHER):
+            self._free(to_secondary=to_secondary, keep_memory=keep_memory)
+        if not keep_memory:
+            self._versions.freed()
+
     def owns(self, param: nn.Parameter) -> bool:
-        """See ``Unsharded``."""
-        return _memory.shares_storage(local_part(param), self._flat)
+        """Return whether ``param``, one of ``params``, still uses our memory, as far as we know."""
+        return self._flat is None or _memory.shares_storage(local_part(param), self._flat)
 
     def reclaim(self) -> list[int]:
-        """See ``Unsharded``."""
+        """Point parameters with foreign ``data`` back to our memory; return their indices.
+
+        While no memory is allocated, do nothing: nobody reads them, and ``start`` calls this again.
+        """
         if list(map(_ADDRESS, self._plain)) == list(map(_ADDRESS, self._memory)):
             return []
         replaced = []
@@ -196,29 +150,46 @@ class _Views:
                 replaced.append(next(i for i, one in enumerate(self.params) if one is param))
         return replaced
 
+    def takes(self, shards: Shards) -> bool:
+        """Gather from ``shards`` from now on; return False if a new object is needed instead.
+
+        ``shards`` have the device and dtype of the old ones.
+        """
+        return False
+
+    def _send(self) -> Pending:
+        """Start to gather."""
+        return Done()
+
+    def _receive(self) -> None:
+        """Make the parameters from what has arrived."""
+
+    def _free(self, *, to_secondary: bool, keep_memory: bool) -> None:
+        """Free the memory."""
+
+    def _leave(self) -> None:
+        """Forget the memory; see ``Buffer.leave``."""
+
 
 class BorrowedUnsharded(Unsharded):
     """Parameters over the memory of the shard; nothing is gathered or freed."""
 
     borrows = True
 
-    def __init__(self, spec: BucketSpec, shard: Tensor) -> None:
+    def __init__(self, spec: BucketSpec, shard: Tensor, lanes: Lanes) -> None:
+        super().__init__(lanes)
         with torch.inference_mode(False), torch.no_grad():
-            self._views = _Views(spec, shard)
-        self.params = self._views.params
+            self._show(spec, shard)
 
     def start(self) -> None:
         """See ``Unsharded``."""
         self.reclaim()
 
-    def finish(self) -> None:
-        """See ``Unsharded``."""
-
     def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
         """See ``Unsharded``."""
 
 
-class FlatUnsharded(GatheredUnsharded):
+class FlatUnsharded(Unsharded):
     """Parameters in one buffer, which is gathered in place or by way of staging buffers.
 
     With a secondary shard, all but this shard can be freed, and the next ``start`` gathers from it.
@@ -235,8 +206,7 @@ class FlatUnsharded(GatheredUnsharded):
         with torch.inference_mode(False), torch.no_grad():
             kind, label = BufferKind.UNSHARDED, spec.label
             self._buffer = Buffer(numel, dtype, device, kind=kind, meter=meter, label=label)
-            self._views = _Views(spec, self._buffer.tensor)
-            self.params = self._views.params
+            self._show(spec, self._buffer.tensor)
             self._gather = _Gather(spec, self._buffer, lanes, meter)
             self._secondary: _Secondary | None = None
             if spec.secondary is not None:
@@ -248,7 +218,7 @@ class FlatUnsharded(GatheredUnsharded):
 
     def reclaim(self) -> list[int]:
         """See ``Unsharded``."""
-        return self._views.reclaim() if self._views and self._buffer.allocated else []
+        return super().reclaim() if self._buffer.allocated else []
 
     def takes(self, shards: Shards) -> bool:
         """See ``Unsharded``."""
@@ -342,6 +312,7 @@ class _Gather:
         self._meter = meter
         self._shard: Tensor | None = None  # the shard that ``_sources`` are slices of
         self._sources: list[Tensor] = []
+        self._landing: list[Buffer] = []  # at most one, for an offloaded shard
         self._slices = [(part.shard_offset, part.numel) for part in plan.direct]
         self._outputs = written_in_place(plan, world, flat)
         self._written = [buffer] if plan.direct else []  # buffers that the gathers write
@@ -355,31 +326,49 @@ class _Gather:
         # This rank's slices of the outputs.
         self._own = [output.view(world, -1)[spec.comm.rank] for output in self._outputs]
         self._arrived: LaneEvent | None = None  # arrival of a shard that needs no collective
-        self._from_host: _FromHost | None = None
+        self._outbound: Outbound | None = None
         if spec.offload is not None:
-            self._from_host = _FromHost(spec, self._own, self._slices, lanes, meter)
+            self._bring_from_host(spec, spec.offload)
         for staging in self._stagings:
             staging.buffer.free()
+
+    def _bring_from_host(self, spec: BucketSpec, offload: Offload) -> None:
+        """Plan how an offloaded shard comes to this rank's slices of the gathered buffers.
+
+        A single slice is copied to its place, several by way of a landing buffer on the device.
+        """
+        target = self._own[0]
+        self._sources = self._own
+        if len(self._own) > 1:
+            numel, kind = spec.layout.shard_numel, BufferKind.ALL_GATHER_INPUT
+            landing = Buffer(numel, target.dtype, target.device, kind=kind, meter=self._meter)
+            self._landing, target = [landing], landing.tensor
+            self._sources = self._sliced(target)
+            landing.free()
+        self._outbound = Outbound(offload, target, self._lanes)
+
+    def _sliced(self, shard: Tensor) -> list[Tensor]:
+        return [shard.narrow(0, start, numel) for start, numel in self._slices]
 
     def start(self, shard: Tensor) -> Pending:
         """Allocate memory, and start to gather the shards of all ranks; ours is ``shard``.
 
         A shard of another dtype is cast into its place in the result: one pass copies and casts.
         """
-        for buffer in self._written:
+        for buffer in (*self._written, *self._landing):
             buffer.allocate()
-        if self._from_host is not None:
-            self._from_host.allocate()
+        if self._outbound is not None:
             self._lanes.join(Lane.HOST_TO_DEVICE, Lane.GATHER)
             with self._lanes.on(Lane.HOST_TO_DEVICE):
-                brought = self._from_host.bring(shard)
-                pending = self._comm.all_gather(self._outputs, brought)
+                self._meter.copied(sum(source.nbytes for source in self._sources))
+                self._outbound.send(shard)
+                pending = self._comm.all_gather(self._outputs, self._sources)
                 if self._comm.group is None:
                     self._arrived = self._lanes.mark()
                 return pending
         if shard is not self._shard:
             self._shard = shard
-            self._sources = [shard.narrow(0, start, numel) for start, numel in self._slices]
+            self._sources = self._sliced(shard)
         sources = self._sources
         if shard.dtype != self._own[0].dtype:
             copy_all(self._own, sources)
@@ -391,66 +380,15 @@ class _Gather:
         """Copy the staged parameters to their places."""
         if self._arrived is not None:
             self._lanes.wait_event(Lane.GATHER, self._arrived)
-        if self._from_host is not None:
-            self._from_host.free()
+        for buffer in self._landing:
+            buffer.free()
         for staging in self._stagings:
             staging.empty()
 
     def leave(self) -> None:
         """Forget all memory; see ``Buffer.leave``."""
-        for buffer in self._written:
+        for buffer in (*self._written, *self._landing):
             buffer.leave()
-        if self._from_host is not None:
-            self._from_host.leave()
-
-
-class _FromHost:
-    """The path of an offloaded shard to this rank's slices of the gathered buffers.
-
-    A single slice is copied to its place, several by way of a landing buffer on the device.
-    """
-
-    def __init__(
-        self,
-        spec: BucketSpec,
-        own: Sequence[Tensor],
-        slices: Sequence[tuple[int, int]],
-        lanes: Lanes,
-        meter: StorageMeter,
-    ) -> None:
-        self._meter = meter
-        self._sources = list(own)
-        self._landing: Buffer | None = None
-        if len(own) > 1:
-            numel, like = spec.layout.shard_numel, own[0]
-            kind = BufferKind.ALL_GATHER_INPUT
-            self._landing = Buffer(numel, like.dtype, like.device, kind=kind, meter=meter)
-            self._sources = [self._landing.tensor.narrow(0, *slice_) for slice_ in slices]
-        target = own[0] if self._landing is None else self._landing.tensor
-        assert spec.offload is not None
-        self._outbound = Outbound(spec.offload, target, lanes)
-        self.free()
-
-    def allocate(self) -> None:
-        """Allocate the landing buffer, if there is one."""
-        if self._landing is not None:
-            self._landing.allocate()
-
-    def bring(self, shard: Tensor) -> list[Tensor]:
-        """Return slices, on the device, of ``shard`` on the host; the host copies or casts it."""
-        self._meter.copied(sum(source.nbytes for source in self._sources))
-        self._outbound.send(shard)
-        return self._sources
-
-    def free(self) -> None:
-        """Free the landing buffer, if there is one."""
-        if self._landing is not None:
-            self._landing.free()
-
-    def leave(self) -> None:
-        """Forget the landing buffer; see ``Buffer.leave``."""
-        if self._landing is not None:
-            self._landing.leave()
 
 
 def _staged(plan: GatherPlan, spec: BucketSpec) -> list[tuple[int, int]]:
