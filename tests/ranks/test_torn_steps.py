@@ -317,7 +317,7 @@ def alone() -> None:
     with pytest.raises(Trouble):
         fail(optimizer, after=True)
     trained(model, optimizer, (1,))
-    assert engine_of(model).steps._step.half_step is None
+    assert engine_of(model).steps.step.half_step is None
 
 
 def test_who_is_alone_knows_what_it_caught(pool: RankPool) -> None:

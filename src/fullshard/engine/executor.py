@@ -222,24 +222,24 @@ class Engine:
         if type(trigger) is when.TaskDied:
             last = self.scheduler.backward_of
             place = "a backward" if last is None else f"the backward of {_named(self.units[last])}"
-            self.steps.left(f"in {place}")
+            self.steps.step.left(f"in {place}")
         actions = self.scheduler.on(trigger)
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
         if type(trigger) in _ENDS:
-            was_open = self.steps.is_open
+            was_open = self.steps.step.is_open
             try:
                 self.act_all(actions, to_the_end=True)
                 if not self.scheduler.in_backward:
                     self.retained.free(at_once=type(trigger) is when.Reset)
             finally:
                 if type(trigger) is when.Reset:
-                    self.steps.forget()
+                    self.steps.step.drop()
                 elif not self.scheduler.in_backward:
                     failed = type(trigger) is when.TaskDied
                     self.steps.end(failed=failed, trained=not failed)
             if was_open and type(trigger) is when.TaskEnd:
-                self.steps.check_kept()  # the others drop this step, and raise
+                self.steps.step.era.check()  # the others drop this step, and raise
         elif actions:
             self.act_all(actions, to_the_end=False)
         if type(trigger) is when.UserReshard:
@@ -365,7 +365,7 @@ class Engine:
     def _exit(self, unit: Unit, member: int, follows: Follows, *, failed: bool) -> None:
         task = _autograd.current_task()
         if failed and not _autograd.ends_recomputation(sys.exception()):
-            self.steps.left(f"in the forward of {_named(unit)}")
+            self.steps.step.left(f"in the forward of {_named(unit)}")
         self.trigger(when.ForwardExit(unit.key, member, task, follows, failed))
         if self.scheduler.idle and task == NO_TASK and follows is Follows.NOTHING:
             self.steps.end(sys.exception(), failed=failed)
@@ -441,40 +441,35 @@ class Engine:
     # actions
 
     def act_all(self, actions: Sequence[Action], *, to_the_end: bool) -> None:
-        """Carry out ``actions`` in order; ``to_the_end``: all of them, even if one fails."""
+        """Carry out ``actions`` in order; ``to_the_end``: all of them, even if one fails.
+
+        The scheduler assumes that all actions of an end were done and repeats none. Once another
+        rank may be gone, only the actions that communicate are skipped. The first failure is raised
+        at the end.
+        """
         if not actions:
             return
-        with torch.no_grad(), _autograd.outside_of_transforms():
-            if to_the_end:
-                self._act_to_the_end(actions)
-                if self.scheduler.idle:  # a CUDA graph of a step must end with lanes joined
-                    self.lanes.join(Lane.COMPUTE, Lane.GATHER)
-            else:
-                act = self._act if self.observer is None else self._act_observed
-                for action in actions:
-                    act(action)
-                self._read_presence()
-
-    def _act_to_the_end(self, actions: Sequence[Action]) -> None:
-        """Carry out all actions even if one fails, then raise the first failure.
-
-        The scheduler assumes that all actions were done and repeats none. Once another rank may be
-        gone, only the actions that communicate are skipped.
-        """
         failure: Exception | None = None
+        is_apart = False  # True: another rank may be gone
         act = self._act if self.observer is None else self._act_observed
-        for action in actions:
-            apart = failure is not None and not isinstance(failure, ProtocolError)
-            if apart and not action.op.is_local:
-                continue
-            try:
-                act(action)
-            except Exception as error:
-                failure = failure or error
-        if failure is None or isinstance(failure, ProtocolError):
-            self._read_presence()
-        if failure is not None:
-            raise failure
+        with torch.no_grad(), _autograd.outside_of_transforms():
+            for action in actions:
+                if is_apart and not action.op.is_local:
+                    continue
+                try:
+                    act(action)
+                except Exception as error:
+                    if not to_the_end:
+                        raise
+                    failure = failure or error
+                    is_apart = not isinstance(failure, ProtocolError)
+            if not is_apart:
+                self._read_presence()
+            if failure is not None:
+                raise failure
+            if to_the_end and self.scheduler.idle:
+                # a CUDA graph of a step must end with lanes joined
+                self.lanes.join(Lane.COMPUTE, Lane.GATHER)
 
     def _read_presence(self) -> None:
         """Read the other ranks' presence flags after backward."""

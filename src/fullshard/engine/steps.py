@@ -51,7 +51,8 @@ class StepLog:
     ) -> None:
         self.thread = threading.get_ident()
         """The thread of the last forward outside of backward."""
-        self._step = watch.Step()
+        self.step = watch.Step()
+        """The step as the watch follows it."""
         self._owns = owns
         self._wrote = wrote
         self._drop = drop
@@ -64,11 +65,6 @@ class StepLog:
         with _lock:
             _logs.discard(self)
 
-    @property
-    def is_open(self) -> bool:
-        """True from the start of a forward to the end of its backward."""
-        return self._step.is_open
-
     def begin(self) -> None:
         """Begin a step, or another forward of it, once all ranks know of the last failure.
 
@@ -76,13 +72,13 @@ class StepLog:
             PeerError, ProtocolError, LostRankError, TornStepError: the ranks have dropped the step.
         """
         find_interrupted()
-        half_stepped = watch.report_half_step(self._step)
+        half_stepped = watch.report_half_step(self.step)
         watch.await_verdict()
-        if self._step.was_dropped:
+        if self.step.was_dropped:
             self._drop()
         if half_stepped is not None:
             raise half_stepped
-        self._step.begin()
+        self.step.begin()
 
     def run(self, start: Callable[..., None], *args: object) -> None:
         """Call ``start(*args)``, which starts collectives, as a part of the step.
@@ -90,7 +86,7 @@ class StepLog:
         Raises:
             PeerError, ProtocolError, LostRankError, TornStepError: the ranks have dropped the step.
         """
-        step = self._step
+        step = self.step
         step.check()
         inside = step.domain.inside
         before = inside.era
@@ -101,25 +97,13 @@ class StepLog:
         finally:
             inside.era = before
 
-    def left(self, place: str) -> None:
-        """Record the place where an exception leaves the step; the innermost call comes first."""
-        self._step.left(place)
-
     def end(
         self, error: BaseException | None = None, *, failed: bool, trained: bool = False
     ) -> None:
         """End the step, see ``watch.Step.end``; drop its gradients if the other ranks do."""
-        self._step.end(error, failed=failed, trained=trained)
-        if self._step.was_dropped:
+        self.step.end(error, failed=failed, trained=trained)
+        if self.step.was_dropped:
             self._drop()
-
-    def forget(self) -> None:
-        """Forget the open step, which all ranks drop."""
-        self._step.drop()
-
-    def check_kept(self) -> None:
-        """Raise the error of the fault, if all ranks have dropped the step."""
-        self._step.era.check()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Mark unsharded copies as stale after a step of ``optimizer``, if it may have written.
@@ -135,22 +119,22 @@ class StepLog:
         Ignored without peers: the caller saw the exception.
         """
         if watch.watcher() is not None and self._owns(optimizer):
-            self._step.half_step = watch.HalfStep(f"in the step of {type(optimizer).__name__}", era)
+            self.step.half_step = watch.HalfStep(f"in the step of {type(optimizer).__name__}", era)
 
     def check_complete(self, what: str) -> None:
         """Raise ``TornStepError`` if an interrupted optimizer step left weights partly updated."""
         find_interrupted()
-        if self._step.half_step is not None:
+        if self.step.half_step is not None:
             raise TornStepError(
                 f"{what} was called after an exception was caught "
-                f"{self._step.half_step.place}: the weights are half-stepped. "
+                f"{self.step.half_step.place}: the weights are half-stepped. "
                 "Load a checkpoint on all ranks"
             )
 
     def forget_interrupted(self) -> None:
         """Clear the record of an interrupted step: weights were loaded, or the ranks agreed."""
         find_interrupted()
-        self._step.half_step = None
+        self.step.half_step = None
 
 
 class _Begun(NamedTuple):
