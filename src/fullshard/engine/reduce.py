@@ -149,15 +149,14 @@ class Gradients:
         self._in_flight = _Reduction(pending, reduced, row, buffer, present, shown, prior)
         self._waiting.prior = frozenset()
 
-    def _trainable(self) -> frozenset[int]:
+    def _trainable(self) -> tuple[int, ...]:
         """Return the indices of the parameters that are not frozen; the same on all ranks."""
         flags = _autograd.requires_grad(self._bucket.sharded_params)
-        return frozenset(compress(range(len(self.params)), flags))
+        return tuple(compress(range(len(self.params)), flags))
 
     def _indices(self) -> tuple[int, ...]:
         """Return the indices of the parameters to reduce, ascending; the same on all ranks."""
-        flags = _autograd.requires_grad(self._bucket.sharded_params)
-        indices = tuple(compress(range(len(self.params)), flags))
+        indices = self._trainable()
         if self._waiting.prior:
             indices = tuple(sorted(self._waiting.prior.union(indices)))
         if indices and self._spec.clean_padding:  # all gradients are seen as one tensor
@@ -195,9 +194,9 @@ class Gradients:
             return
         with self._lanes.on(Lane.REDUCE):
             reduced, row, present = self._end_first_half()
-        reduction, self._in_flight = self._in_flight, None  # until the second half has begun
+        reduction = self._in_flight
         if reduction is not None:
-            self._free_source(reduction)
+            self._end(reduction)  # until the second half has begun
         with self._lanes.on(Lane.REDUCE):
             if reduction is None:
                 prior, self._waiting.prior = self._waiting.prior, frozenset()
@@ -301,6 +300,7 @@ class Gradients:
         self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
         if reduction.source is not None:
             reduction.source.free()
+            reduction.source = None
 
     def _leave(self, reduction: _Reduction) -> None:
         """Forget a reduction that failed, and all memory that the backend may still use for it."""
@@ -308,13 +308,6 @@ class Gradients:
         if reduction.source is not None:
             reduction.source.leave()
         self._sets = ReducedSets(self._spec, self._meter)
-
-    def _free_source(self, reduction: _Reduction) -> None:
-        """Free the buffer that was reduced over shards; computation waits for that reduction."""
-        if reduction.source is not None:
-            self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
-            reduction.source.free()
-            reduction.source = None
 
     def accumulate(self) -> None:
         """Keep the gradients unsharded until a backward that reduces them.
@@ -328,7 +321,7 @@ class Gradients:
             kept[i] = None if grad is None else grad.detach().to(dtype)
             self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         self._waiting.pending = kept
-        self._waiting.prior |= self._trainable()
+        self._waiting.prior = self._waiting.prior.union(self._trainable())
 
     def discard(self) -> None:
         """Clear the gradients of the unsharded parameters, such as those of a dead backward."""
