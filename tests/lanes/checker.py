@@ -101,7 +101,7 @@ class Checker:
                 (host_state, "host_tensor", self._host_tensor(host_state.host_tensor)),
                 (torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_)),
                 (Tensor, "tolist", self._tolist(Tensor.tolist)),
-                (shard.FlatShard, "__init__", self._shard(shard.FlatShard.__init__)),
+                (shard.Shards, "__init__", self._shard(shard.Shards.__init__)),
                 (shard.SeparateShards, "__init__", self._shard(shard.SeparateShards.__init__)),
                 (face, "checked_offload", lambda policy, _: checked_offload(policy, "cuda")),
                 (flat, "as_offload", lambda choice, _: as_offload(choice, away)),

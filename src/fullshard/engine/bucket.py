@@ -54,7 +54,7 @@ from fullshard.engine.extended import HookedUnsharded, check_extendable
 from fullshard.engine.flat_param import FlatParameter
 from fullshard.engine.policy import ReducePolicy, WireCheck
 from fullshard.engine.reduce import Gradients, Waiting
-from fullshard.engine.shard import FlatShard, Shards, carry_put_on, check_at_home, cut_shards
+from fullshard.engine.shard import SeparateShards, Shards, carry_put_on, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec, num_flags
 from fullshard.engine.unshard import BorrowedUnsharded, FlatUnsharded, Unsharded
 from fullshard.errors import ConfigError, ProtocolError
@@ -112,7 +112,7 @@ class Bucket:
     @property
     def shard(self) -> Tensor:
         """The flat shard, which the bucket must have."""
-        assert isinstance(self.shards, FlatShard)
+        assert not isinstance(self.shards, SeparateShards)
         return self.shards.flat
 
     def _show_locals(self) -> None:
@@ -183,7 +183,7 @@ class Bucket:
         return _memory.num_holders(params + inside) + _memory.num_owners(storages)
 
     def _make_unsharded(self, lanes: Lanes, meter: StorageMeter) -> Unsharded:
-        if not isinstance(self.shards, FlatShard) or self._any_hooks():
+        if isinstance(self.shards, SeparateShards) or self._any_hooks():
             return HookedUnsharded(self.spec, self.shards, lanes, meter)
         is_full = self.spec.layout.world == 1 and self.spec.layout.zero_copy
         is_cast = self.spec.unsharded_dtype(self.shard.dtype) != self.shard.dtype
@@ -225,8 +225,11 @@ class Bucket:
         if self.front is not None:
             yield
             return
-        self._remember_grad_dtypes()
         params = self.sharded_params
+        now = map(_autograd.explicit_grad_dtype, params)
+        self._set_grad_dtypes = [
+            dtype or before for dtype, before in zip(now, self._set_grad_dtypes, strict=True)
+        ]
         kept = [
             None if dtype is None else param.grad
             for param, dtype in zip(params, self._set_grad_dtypes, strict=True)
@@ -241,12 +244,6 @@ class Bucket:
             for param, grad in zip(self.sharded_params, kept, strict=True):
                 if grad is not None:
                     _autograd.put_grad(param, grad.to(param.device))
-
-    def _remember_grad_dtypes(self) -> None:
-        now = map(_autograd.explicit_grad_dtype, self.sharded_params)
-        self._set_grad_dtypes = [
-            dtype or before for dtype, before in zip(now, self._set_grad_dtypes, strict=True)
-        ]
 
     def _restore_grad_dtypes(self) -> None:
         for param, dtype in zip(self.sharded_params, self._set_grad_dtypes, strict=True):

@@ -60,10 +60,6 @@ class FlatParameter:
     def _names(self) -> list[str]:
         return [param.name for param in self.spec.layout.params]
 
-    def pieces(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of each parameter in ``flat``, which has the layout of the shard."""
-        return [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in self.spec.pieces]
-
     def follow(self) -> None:
         """Give the pieces the memory and ``requires_grad`` that the flat parameter has now.
 
@@ -79,7 +75,9 @@ class FlatParameter:
         moved = (data.device, data.dtype) != (self.shard.device, self.shard.dtype)
         if moved or (not data.is_meta and data.data_ptr() != self.shard.data_ptr()):
             params = self._params
-            for number, (param, piece) in enumerate(zip(params, self.pieces(data), strict=True)):
+            for number, (param, piece) in enumerate(
+                zip(params, self.spec.parts_of(data), strict=True)
+            ):
                 if param.is_meta == piece.is_meta:
                     param.data = piece
                 else:  # tensors of the two kinds cannot take each other's data
@@ -98,7 +96,7 @@ class FlatParameter:
         """Give the pieces the gradient of the flat parameter, which the user may have changed."""
         grad = self.param.grad
         if grad is not None:
-            for number, piece in enumerate(self.pieces(grad)):
+            for number, piece in enumerate(self.spec.parts_of(grad)):
                 if number in self._with_grad:
                     _autograd.set_grad(self._params[number], piece)
 
@@ -115,7 +113,7 @@ class FlatParameter:
             _autograd.set_grad(self.param, self._one_memory(grads))
         whole = self.param.grad
         assert whole is not None
-        for own, grad in zip(self.pieces(whole), grads, strict=True):
+        for own, grad in zip(self.spec.parts_of(whole), grads, strict=True):
             if grad is None:
                 own.zero_()
             elif own.data_ptr() != grad.data_ptr():

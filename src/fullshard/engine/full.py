@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import and_
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullshard._torch import autograd as _autograd
 from fullshard._torch import memory as _memory
@@ -31,7 +31,7 @@ from fullshard.engine.unit import Lending, Unit
 from fullshard.engine.unshard import copy_all, gather_plan, places_of_copies, written_in_place
 from fullshard.errors import ConfigError, FullshardError, ProtocolError
 from fullshard.layout import plan_param_gather
-from fullshard.tensors import local_gradients, local_part
+from fullshard.tensors import local_gradients, local_part, shown_like
 
 
 def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Tensor]:
@@ -141,11 +141,9 @@ def differing(spec: BucketSpec, tensors: Sequence[Tensor | None]) -> list[bool]:
 
     Compare bit by bit, replicas included; a tensor that only some ranks have differs.
     """
-    some, none = [t is not None for t in tensors], [t is None for t in tensors]
-    both = zip(
-        any_rank(spec, some, over_copies=True), any_rank(spec, none, over_copies=True), strict=True
-    )
-    is_apart = [here and there for here, there in both]
+    has, lacks = [t is not None for t in tensors], [t is None for t in tensors]
+    found = any_rank(spec, [*has, *lacks], over_copies=True)
+    is_apart = list(map(and_, found[: len(has)], found[len(has) :]))
     for index, tensor in enumerate(tensors):
         if tensor is None or is_apart[index]:
             continue
@@ -220,10 +218,7 @@ class Loan:
             param = spec.unsharded_param(i, value)
             param.requires_grad_(own.requires_grad)
             if grad is not None:
-                parallel = (
-                    spec.parallel[i] if spec.parallel and isinstance(param, DTensor) else None
-                )
-                _autograd.set_grad(param, grad if parallel is None else parallel.wrap(grad))
+                _autograd.set_grad(param, shown_like(param, grad))
             params.append(param)
         return params
 
@@ -238,10 +233,9 @@ class Loan:
         if not any(present):
             return [None] * len(own)
         row = _zero_row(bucket)
-        for piece, grad in zip(spec.pieces, own, strict=True):
+        for part, grad in zip(spec.parts_of(row), own, strict=True):
             if grad is not None:
-                local = spec.form.local(grad).reshape(-1)
-                row.narrow(0, piece.offset, piece.numel).copy_(local)
+                part.copy_(spec.form.local(grad))
         full = gather_full(spec, row, self._meter)
         shown = bucket.grad_dtypes().shown
         return [
@@ -285,54 +279,50 @@ class Loan:
         if keep and not self._terms.rank0_only:
             self._unit.registration.tie(self._unit.buckets)
         with torch.inference_mode(False), torch.no_grad():
-            for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
-                if self._terms.rank0_only:
-                    self._write_first(bucket, params, keep=keep)
-                elif keep and params is not None:
-                    self._write_own(bucket, params)
+            if keep or self._terms.rank0_only:
+                for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
+                    self._write(bucket, params, keep=keep)
 
-    def _write_own(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
-        """Write this rank's own elements into its shard, never padding."""
-        flat = bucket.shards.values()
-        for segment, param in zip(bucket.spec.segments, params, strict=True):
-            cut_into(local_part(param).detach(), segment, flat)
-        bucket.shards.put(flat)
-        _freeze(bucket, [param.requires_grad for param in params])
-        if self._terms.with_grads:
-            grads = _grads(bucket, params)
-            row = _zero_row(bucket)
-            for segment, grad in zip(bucket.spec.segments, grads, strict=True):
-                if grad is not None:
-                    cut_into(grad, segment, row)
-            _put_grads(bucket, row, [grad is not None for grad in grads])
-
-    def _write_first(self, bucket: Bucket, params: Sequence[Tensor] | None, *, keep: bool) -> None:
-        """Write rank 0's values into all shards, if rank 0 says to keep them."""
+    def _write(self, bucket: Bucket, params: Sequence[Tensor] | None, *, keep: bool) -> None:
+        """Write this rank's values into its shard, or rank 0's into all, if told to keep them."""
         spec, num = bucket.spec, len(bucket.sharded_params)
-        grads: list[Tensor | None] = [None] * num
-        flags = [0] * (1 + 2 * num)
+        values: list[Tensor | None] = [None] * num
+        grads, flags = values, [False] * (1 + 2 * num)
         if params is not None:
+            values = [local_part(param).detach() for param in params]
             grads = _grads(bucket, params) if self._terms.with_grads else grads
             flags = [keep, *(p.requires_grad for p in params), *(g is not None for g in grads)]
-        is_kept, *flags = flags_of_first(spec, flags)
+        if self._terms.rank0_only:
+            flags = list(map(bool, flags_of_first(spec, flags)))
+        is_kept, trainable, present = flags[0], flags[1 : 1 + num], flags[1 + num :]
         if not is_kept:
             return
         flat = bucket.shards.values()
-        for i in range(num):
-            full = None if params is None else local_part(params[i]).detach()
-            cut_first(spec, i, full, flat)
-        share_first(spec, flat)
+        self._cut(spec, values, [True] * num, flat)
         bucket.shards.put(flat)
-        _freeze(bucket, [bool(flag) for flag in flags[:num]])
+        _freeze(bucket, trainable)
         if self._terms.with_grads:
-            present = [bool(flag) for flag in flags[num:]]
             row = _zero_row(bucket)
-            for i in range(num):
-                if present[i]:
-                    cut_first(spec, i, grads[i], row)
-            if any(present):
-                share_first(spec, row)
+            self._cut(spec, grads, present, row)
             _put_grads(bucket, row, present)
+
+    def _cut(
+        self,
+        spec: BucketSpec,
+        tensors: Sequence[Tensor | None],
+        present: Sequence[bool],
+        flat: Tensor,
+    ) -> None:
+        """Write own elements of full ``tensors`` into ``flat``, never padding; see ``_write``."""
+        for index, (full, segment) in enumerate(zip(tensors, spec.segments, strict=True)):
+            if not present[index]:
+                continue
+            if self._terms.rank0_only:
+                cut_first(spec, index, full, flat)
+            elif full is not None:
+                cut_into(full, segment, flat)
+        if self._terms.rank0_only and any(present):
+            share_first(spec, flat)
 
     def _check(self, *, keep: bool) -> FullshardError | None:
         """Return an error if ranks wrote different values, or only some of them keep theirs."""

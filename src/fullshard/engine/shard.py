@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -15,16 +14,33 @@ from fullshard.layout import Segment
 from fullshard.tensors import carry_attributes, local_part, plain
 
 
-class Shards(ABC):
-    """This rank's pieces of some parameters, all on one device and of one dtype."""
+class Shards:
+    """This rank's pieces of some parameters, in one 1-D tensor of ``layout.shard_numel`` elements.
 
-    def __init__(self, spec: BucketSpec, memory: Sequence[Tensor], locals_: list[Tensor]) -> None:
+    All pieces have one device and dtype. Pieces that cannot share one tensor: ``SeparateShards``.
+    """
+
+    def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
+        self.flat = flat
+        self._keep(spec, [flat], spec.own_views(flat))
+
+    def _keep(self, spec: BucketSpec, memory: Sequence[Tensor], locals_: list[Tensor]) -> None:
         self._spec = spec
         self._memory = memory
         self.locals = locals_
         """The local tensors behind the sharded parameters."""
         self.made: Sequence[Mapping[str, Any]] = [{}] * len(locals_)
         """The attributes that each local tensor had at first; users or hooks set any others."""
+
+    @classmethod
+    def cut(cls, spec: BucketSpec, tensors: Sequence[Tensor]) -> Self:
+        """See ``cut_shards``."""
+        first = tensors[0]
+        device = first.device if first.is_meta else spec.home
+        flat = torch.zeros(spec.layout.shard_numel, dtype=first.dtype, device=device)
+        for segment, full in zip(spec.segments, tensors, strict=True):
+            cut_into(full, segment, flat)
+        return cls(spec, flat)
 
     @property
     def device(self) -> torch.device:
@@ -58,74 +74,25 @@ class Shards(ABC):
             carry_attributes(local, found, made, _moved_to(device))
         return found
 
-    @abstractmethod
     def _padded(self, index: int) -> Tensor:
-        """Return the memory of a piece and its padding."""
-
-    @abstractmethod
-    def values(self) -> Tensor:
-        """Return all values, 1-D in the order of the layout: the memory, or a copy to ``put``."""
-
-    @abstractmethod
-    def put(self, values: Tensor) -> None:
-        """Store the changed result of ``values()``."""
-
-    @abstractmethod
-    def copy(self) -> Self:
-        """Return a copy in separate memory."""
-
-    @abstractmethod
-    def adopted(self, pieces: Sequence[Tensor]) -> Self:
-        """Return new shards with values, device and dtype of ``pieces``, shaped like ``locals``."""
-
-
-def cut_shards(spec: BucketSpec, originals: Sequence[Tensor]) -> Shards:
-    """Return this rank's pieces of ``originals``, full parameters of one dtype.
-
-    For tensor-parallel parameters, cut the local tensors.
-    """
-    tensors = [local_part(original).detach() for original in originals]
-    if spec.are_wrapped:
-        return SeparateShards.cut(spec, tensors)
-    return FlatShard.cut(spec, tensors)
-
-
-class FlatShard(Shards):
-    """The pieces in one 1-D tensor of ``layout.shard_numel`` elements."""
-
-    def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
-        super().__init__(spec, [flat], spec.own_views(flat))
-        self.flat = flat
-
-    @classmethod
-    def cut(cls, spec: BucketSpec, tensors: Sequence[Tensor]) -> Self:
-        """See ``cut_shards``."""
-        first = tensors[0]
-        device = first.device if first.is_meta else spec.home
-        flat = torch.zeros(spec.layout.shard_numel, dtype=first.dtype, device=device)
-        for segment, full in zip(spec.segments, tensors, strict=True):
-            cut_into(full, segment, flat)
-        return cls(spec, flat)
-
-    def _padded(self, index: int) -> Tensor:
-        # Padding is part of the shard, and zero.
+        """Return the memory of a piece and its padding, which is part of the shard, and zero."""
         offset = self._spec.pieces[index].offset
         shape = self._spec.layout.local_shape(0, index)
         return self.flat.narrow(0, offset, torch.Size(shape).numel()).view(shape)
 
     def values(self) -> Tensor:
-        """See ``Shards``; return the memory itself."""
+        """Return all values, 1-D in the order of the layout: the memory, or a copy to ``put``."""
         return self.flat
 
     def put(self, values: Tensor) -> None:
-        """See ``Shards``; do nothing, because ``values`` returned the memory itself."""
+        """Store the changed result of ``values()``, unless that is the memory itself."""
 
     def copy(self) -> Self:
-        """See ``Shards``."""
+        """Return a copy in separate memory."""
         return type(self)(self._spec, self.flat.clone())
 
     def adopted(self, pieces: Sequence[Tensor]) -> Self:
-        """See ``Shards``."""
+        """Return new shards with values, device and dtype of ``pieces``, shaped like ``locals``."""
         device, dtype = pieces[0].device, pieces[0].dtype
         new = type(self)(self._spec, torch.zeros_like(self.flat, device=device, dtype=dtype))
         for own, piece in zip(new.locals, pieces, strict=True):
@@ -134,12 +101,21 @@ class FlatShard(Shards):
         return new
 
 
+def cut_shards(spec: BucketSpec, originals: Sequence[Tensor]) -> Shards:
+    """Return this rank's pieces of ``originals``, full parameters of one dtype.
+
+    For tensor-parallel parameters, cut the local tensors.
+    """
+    tensors = [local_part(original).detach() for original in originals]
+    return (SeparateShards if spec.are_wrapped else Shards).cut(spec, tensors)
+
+
 class SeparateShards(Shards):
     """The pieces of parameters of a wrapper subclass: of the same class, each padded alone."""
 
     def __init__(self, spec: BucketSpec, padded: list[Tensor]) -> None:
         both = zip(padded, spec.pieces, strict=True)
-        super().__init__(spec, padded, [own.narrow(0, 0, piece.shape[0]) for own, piece in both])
+        self._keep(spec, padded, [own.narrow(0, 0, piece.shape[0]) for own, piece in both])
         self.show(self.locals)
 
     @classmethod
@@ -148,7 +124,7 @@ class SeparateShards(Shards):
         padded = []
         for index, (full, piece) in enumerate(zip(tensors, spec.pieces, strict=True)):
             longest = spec.layout.local_shape(0, index)
-            own = _zeros_like(full, longest)
+            own = full.new_zeros(longest)
             if not full.is_meta and piece.shape[0]:
                 # As FSDP2 cuts: subclasses may know this operation only, such as torchao's NF4.
                 part = full.split(longest[0])[spec.comm.rank]
@@ -168,20 +144,16 @@ class SeparateShards(Shards):
         """See ``Shards``; return a plain copy."""
         numel = self._spec.layout.shard_numel
         values = torch.zeros(numel, dtype=self.dtype, device=self.device)
-        for part, local in self._parts(values):
-            part.copy_(plain(local))
+        for part, local in zip(self._spec.parts_of(values), self.locals, strict=True):
+            if part.numel():
+                part.copy_(plain(local))
         return values
 
     def put(self, values: Tensor) -> None:
         """See ``Shards``."""
-        for part, local in self._parts(values):
-            local.copy_(part)
-
-    def _parts(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the part of ``values`` for each non-empty piece, and the local tensor."""
-        for piece, local in zip(self._spec.pieces, self.locals, strict=True):
-            if piece.numel:
-                yield values.narrow(0, piece.offset, piece.numel).view(piece.shape), local
+        for part, local in zip(self._spec.parts_of(values), self.locals, strict=True):
+            if part.numel():
+                local.copy_(part)
 
     def copy(self) -> Self:
         """See ``Shards``."""
@@ -191,7 +163,7 @@ class SeparateShards(Shards):
         """See ``Shards``."""
         padded = []
         for index, piece in enumerate(pieces):
-            own = _zeros_like(piece, self._spec.layout.local_shape(0, index))
+            own = piece.new_zeros(self._spec.layout.local_shape(0, index))
             if not piece.is_meta and len(piece):
                 own.narrow(0, 0, len(piece)).copy_(piece)
             padded.append(own)
@@ -231,11 +203,6 @@ def check_at_home(spec: BucketSpec, device: torch.device, names: Sequence[str]) 
             "Move the module back with .to('cpu'), materialize it with to_empty(device='cpu'), or "
             "load a state dict of CPU tensors"
         )
-
-
-def _zeros_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return zeros of the class of ``tensor``; ``shape`` may differ in the first dim only."""
-    return tensor.new_zeros(shape)
 
 
 def cut_into(full: Tensor, segment: Segment, shard: Tensor) -> None:

@@ -211,8 +211,12 @@ class BucketSpec:
             gaps.append((end, self.layout.shard_numel - end))
         return tuple(gaps)
 
+    def parts_of(self, flat: Tensor) -> list[Tensor]:
+        """Return this rank's piece of every parameter in ``flat`` (1-D, in shard order)."""
+        return [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in self.pieces]
+
     def own_views(self, flat: Tensor) -> list[Tensor]:
-        """Return this rank's piece of every parameter in ``flat`` (1-D, in shard order).
+        """Return ``parts_of(flat)``, each with a storage of its own.
 
         Each view has a storage of just its part, so that users may pickle and compile it. The views
         keep ``flat`` alive, and ``tensors.flat_part_of`` finds them as neighbors in ``flat``.

@@ -13,7 +13,7 @@ from fullshard._torch import device as _device
 from fullshard._torch import memory as _memory
 from fullshard.comm import Collectives, Done, Pending
 from fullshard.device import Buffer, BufferKind, Lane, LaneEvent, Lanes, StorageMeter
-from fullshard.engine.shard import FlatShard, Shards
+from fullshard.engine.shard import Shards
 from fullshard.engine.spec import BucketSpec, Offload, Outbound
 from fullshard.layout import GatherPlan, Layout, StridedCopy, even_from, plan_gather, round_up
 from fullshard.tensors import local_part
@@ -222,7 +222,6 @@ class FlatUnsharded(Unsharded):
 
     def takes(self, shards: Shards) -> bool:
         """See ``Unsharded``."""
-        assert isinstance(shards, FlatShard)
         self._shard = shards.flat
         return True
 
