@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 
 class Op(enum.StrEnum):
@@ -80,28 +81,13 @@ def _intern(op: Op, unit: int | None) -> Action:
     return Action(op, unit)
 
 
-class UnitActions(NamedTuple):
-    """Every action of one unit, looked up once instead of built at each step."""
-
-    unshard: Action
-    wait: Action
-    conceal: Action
-    retain: Action
-    reshard: Action
-    reshard_to_secondary: Action
-    reduce_scatter: Action
-    all_reduce: Action
-    keep_partial: Action
-    finish_reduce: Action
-    accumulate: Action
-    discard: Action
-    forget: Action
-
-
 @cache
-def actions_of(unit: int) -> UnitActions:
-    """Return the interned actions of the unit with this key."""
-    return UnitActions(*(_intern(Op(name), unit) for name in UnitActions._fields))
+def actions_of(unit: int) -> Any:
+    """Return the interned actions of a unit, as attributes named like the members of ``Op``.
+
+    They are looked up once instead of built at each step.
+    """
+    return SimpleNamespace(**{op.value: _intern(op, unit) for op in Op})
 
 
 FENCE = _intern(Op.FENCE, None)

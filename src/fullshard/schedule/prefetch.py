@@ -107,18 +107,12 @@ class Prefetcher:
         for unit in tuple(self._guesses):
             self._drop(unit, out)
 
-    def _guess_more(self, unit: int, budget: int | None, out: Actions) -> None:
+    def _guess_more(self, current: int, budget: int | None, out: Actions) -> None:
         if budget is None:
-            self._guess_next(unit, out)
-        else:
-            self._guess_within(budget, out)
-
-    def _guess_next(self, current: int, out: Actions) -> None:
-        following = self._order.following(current)
-        if following is not None:
-            self._guess(*following, out)
-
-    def _guess_within(self, budget: int, out: Actions) -> None:
+            following = self._order.following(current)
+            if following is not None:
+                self._guess(*following, out)
+            return
         order, states = self._order, self._residents.units
         free_nbytes = budget - self._residents.held_nbytes()
         for position in range(order.next, len(order.units)):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, replace
+from typing import Any
 
 from fullshard.errors import ProtocolError
-from fullshard.schedule.actions import UnitActions, actions_of
+from fullshard.schedule.actions import actions_of
 
 
 class Residency(enum.IntEnum):
@@ -25,24 +26,15 @@ class Residency(enum.IntEnum):
     """In memory until they are freed late; the modules show the sharded parameters."""
 
 
-_GATHERING = Residency.GATHERING
+_SHARDED, _SECONDARY, _GATHERING, _UNSHARDED, _CONCEALED = Residency
 
-MOVES = frozenset(
-    {
-        (Residency.SHARDED, Residency.GATHERING),
-        (Residency.GATHERING, Residency.UNSHARDED),
-        (Residency.UNSHARDED, Residency.SHARDED),
-        (Residency.UNSHARDED, Residency.SECONDARY),
-        (Residency.SECONDARY, Residency.GATHERING),
-        (Residency.SECONDARY, Residency.SHARDED),
-        (Residency.UNSHARDED, Residency.GATHERING),  # refresh of a stale copy, in place
-        (Residency.UNSHARDED, Residency.CONCEALED),
-        (Residency.CONCEALED, Residency.UNSHARDED),
-        (Residency.CONCEALED, Residency.GATHERING),
-        (Residency.CONCEALED, Residency.SHARDED),
-        (Residency.CONCEALED, Residency.SECONDARY),
-    }
-)
+MOVES = {
+    _SHARDED: {_GATHERING},
+    _SECONDARY: {_SHARDED, _GATHERING},
+    _GATHERING: {_UNSHARDED},
+    _UNSHARDED: {_SHARDED, _SECONDARY, _GATHERING, _CONCEALED},  # a stale copy is gathered in place
+    _CONCEALED: {_SHARDED, _SECONDARY, _GATHERING, _UNSHARDED},
+}
 """The only moves; every all-gather that was started is waited for, even after a wrong guess."""
 
 
@@ -227,7 +219,8 @@ class UnitState:
     """The unit with which this one is gathered, freed and reduced; None: it moves by itself."""
     carries: tuple[UnitState, ...] = field(default=(), repr=False, compare=False)
     """The units of which this one is the carrier, by key."""
-    do: UnitActions = field(init=False)
+    do: Any = field(init=False)
+    """The unit's actions, see ``actions_of``."""
 
     def __post_init__(self, num_members: int) -> None:
         self.uses = Uses(num_members)
@@ -247,7 +240,7 @@ class UnitState:
 
     def move(self, to: Residency) -> None:
         """Change the residency; nothing else may change it."""
-        if (self.residency, to) not in MOVES:
+        if to not in MOVES[self.residency]:
             raise ProtocolError(
                 f"unit {self.key} cannot go from {self.residency.name} to {to.name}: "
                 "this is a defect of the scheduler, please report it"
