@@ -53,7 +53,8 @@ def plan_gather(layout: Layout, *, min_numel: int) -> GatherPlan:
         return GatherPlan(0, (), (Direct(0, layout.shard_numel, 0),))
     staged_numel = layout.shard_numel
     direct = []
-    for param in sorted(_kept(layout), key=lambda p: -layout.bands[p][0].segment.shard_offset):
+    kept = [param for param, spec in enumerate(layout.params) if spec.numel]
+    for param in sorted(kept, key=lambda p: -layout.bands[p][0].segment.shard_offset):
         band = layout.bands[param][0]
         part = band.segment
         if band.num_ranks < layout.world or part.count > 1 or part.length < min_numel:
@@ -108,8 +109,3 @@ def _is_next_row(band: Band, row: int) -> bool:
     part = band.segment
     is_run = part.count == 1 and part.start == band.first_rank * row
     return is_run and (band.num_ranks == 1 or part.length == row)
-
-
-def _kept(layout: Layout) -> list[int]:
-    """Return the indices of the non-empty parameters."""
-    return [param for param, spec in enumerate(layout.params) if spec.numel]

@@ -116,36 +116,23 @@ class _DimCut:
         """Return the bands of full pieces, of the shorter last piece and of empty pieces."""
         full, rest = divmod(self.size, self.piece) if self.piece else (self.world, 0)
         short = 1 if rest else 0
-        empty = self.world - full - short
-        return tuple(
-            self._band(index, spec, slot, first_rank=first_rank, num_ranks=num_ranks, piece=piece)
-            for first_rank, num_ranks, piece in (
-                (0, full, self.piece),
-                (full, short, rest),
-                (full + short, empty, 0),
-            )
-            if num_ranks
-        )
-
-    def _band(
-        self, index: int, spec: ParamSpec, slot: int, *, first_rank: int, num_ranks: int, piece: int
-    ) -> Band:
         # A piece that spans the whole dim is one run: the parameter is not cut at all.
         outer, inner = self.outer, self.inner
         if self.piece == self.size:
             outer, inner = 1, outer * inner
-        before = min(first_rank * self.piece, self.size)
-        dim = spec.shard_dim
-        return Band(
-            first_rank=first_rank,
-            num_ranks=num_ranks,
-            segment=Segment(
-                param=index,
-                start=before * inner,
-                length=piece * inner,
-                count=outer,
-                step=self.size * inner,
-                shard_offset=slot,
-            ),
-            local_shape=(*spec.shape[:dim], piece, *spec.shape[dim + 1 :]) if spec.shape else (),
-        )
+        before, after = spec.shape[: spec.shard_dim], spec.shape[spec.shard_dim + 1 :]
+        rank = start = 0
+        bands = []
+        for num_ranks, piece in (
+            (full, self.piece),
+            (short, rest),
+            (self.world - full - short, 0),
+        ):
+            if num_ranks:
+                numel, step = piece * inner, self.size * inner
+                segment = Segment(index, start, numel, outer, step, shard_offset=slot)
+                shape = (*before, piece, *after) if spec.shape else ()
+                bands.append(Band(rank, num_ranks, segment, shape))
+                rank += num_ranks
+                start += num_ranks * numel
+        return tuple(bands)

@@ -15,8 +15,9 @@ not seconds, so every rank computes the same plan.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from fullshard.layout.bound import ShardSizes
@@ -46,34 +47,26 @@ def plan(problem: Problem) -> CutPlan:
     """
     if not problem.sizes:
         return CutPlan(0, ())
-    sizes, attempt = ShardSizes.of(problem), _Attempt.of(problem)
+    sizes, attempt = ShardSizes.of(problem), partial(_attempt, problem, grouped(problem))
     shard = sizes.bound
     for _ in range(1 + min(MOST_IN_A_ROW // len(problem.sizes), 256)):
-        if found := attempt.at(shard):
+        if found := attempt(shard):
             return found
         shard = sizes.at_least(shard + 1)
     return _by_halves(sizes, attempt, low=shard, best=_easy_plan(problem))
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """A test whether the items fit into shards of a given length, in each way in turn."""
-
-    problem: Problem
-    groups: tuple[Group, ...]
-
-    @classmethod
-    def of(cls, problem: Problem) -> _Attempt:
-        return cls(problem, grouped(problem))
-
-    def at(self, shard: int) -> CutPlan | None:
-        offsets = in_order(self.problem, range(len(self.problem.sizes)), shard)
-        if offsets is None:
-            offsets = coarse_first(self.problem, self.groups, shard)
-        return None if offsets is None else CutPlan(shard, offsets)
+def _attempt(problem: Problem, groups: Sequence[Group], shard: int) -> CutPlan | None:
+    """Return a plan with shards of this length, found in one of the ways; None if none fits."""
+    offsets = in_order(problem, range(len(problem.sizes)), shard)
+    if offsets is None:
+        offsets = coarse_first(problem, groups, shard)
+    return None if offsets is None else CutPlan(shard, offsets)
 
 
-def _by_halves(sizes: ShardSizes, attempt: _Attempt, *, low: int, best: CutPlan) -> CutPlan:
+def _by_halves(
+    sizes: ShardSizes, attempt: Callable[[int], CutPlan | None], *, low: int, best: CutPlan
+) -> CutPlan:
     """Search from `low` to the length of `best`, as if items that fit also fit in longer shards.
 
     Each step halves the order of magnitude of the excess over the bound:
@@ -89,7 +82,7 @@ def _by_halves(sizes: ShardSizes, attempt: _Attempt, *, low: int, best: CutPlan)
         shard = sizes.at_least(middle)
         if shard >= high:
             high = middle
-        elif found := attempt.at(shard):
+        elif found := attempt(shard):
             best, high = found, shard
         else:
             low = shard + 1
