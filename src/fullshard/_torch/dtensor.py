@@ -72,10 +72,11 @@ def dtensor_spec(
     placements: tuple[Placement, ...],
     *,
     shape: torch.Size,
-    stride: tuple[int, ...],
     dtype: torch.dtype,
+    stride: tuple[int, ...] | None = None,
 ) -> DTensorSpec:
-    """Return the spec of a DTensor with this global shape and stride."""
+    """Return the spec of a DTensor with this global shape and stride; None: contiguous."""
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
     return DTensorSpec(mesh, placements, _TensorMeta(shape, stride, dtype))
 
 

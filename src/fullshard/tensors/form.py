@@ -95,13 +95,9 @@ class Face:
     def _new_spec(self, index: int, dtype: torch.dtype) -> _dtensor.DTensorSpec:
         """Return the spec with the global shape and the stride of a contiguous tensor."""
         shape, place = self.shapes[index], self.places[index]
-        spec = self._specs[index, dtype] = _dtensor.dtensor_spec(
-            place.mesh,
-            tuple(place.placements),
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-            dtype=dtype,
-        )
+        placements = tuple(place.placements)
+        spec = _dtensor.dtensor_spec(place.mesh, placements, shape=shape, dtype=dtype)
+        self._specs[index, dtype] = spec
         return spec
 
     def local(self, shown: Tensor) -> Tensor:

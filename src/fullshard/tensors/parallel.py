@@ -45,7 +45,7 @@ class ParallelSpec:
     local_shape: torch.Size
     dp_dims: tuple[int, ...] = ()
     annotation: Annotation | None = None
-    _specs: dict[torch.dtype, _dtensor.DTensorSpec] = field(
+    _specs: dict[tuple[tuple[Placement, ...], torch.dtype], _dtensor.DTensorSpec] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -94,13 +94,11 @@ class ParallelSpec:
         self, placements: tuple[Placement, ...], dtype: torch.dtype
     ) -> _dtensor.DTensorSpec:
         """Return the spec of a tensor of this global shape with ``placements`` on ``mesh``."""
-        spec = self._specs.get(dtype) if placements is self.placements else None
+        spec = self._specs.get((placements, dtype))
         if spec is None:
-            spec = _dtensor.dtensor_spec(
+            spec = self._specs[placements, dtype] = _dtensor.dtensor_spec(
                 self.mesh, placements, shape=self.shape, stride=self.stride, dtype=dtype
             )
-            if placements is self.placements:
-                self._specs[dtype] = spec
         return spec
 
 
@@ -224,16 +222,14 @@ def shard_place(
             return ShardPlace(dp, (*replicas, cut))
         others = spec.over_others
         return ShardPlace(joint_mesh(dp, others.mesh), (*replicas, cut, *others.placements))
-    if cut is None and spmd is not None:
-        return ShardPlace(spmd.full, spec.placements)
-    if cut is None:
-        return ShardPlace(joint_mesh(dp, spec.mesh), (*replicas, Replicate(), *spec.placements))
     if spmd is None:
-        placement = _cut(cut, spec.mesh, spec.placements)
-        usual = ShardPlace(joint_mesh(dp, spec.mesh), (*replicas, placement, *spec.placements))
+        own = Replicate() if cut is None else _cut(cut, spec.mesh, spec.placements)
+        usual = ShardPlace(joint_mesh(dp, spec.mesh), (*replicas, own, *spec.placements))
+    elif cut is None:
+        usual = ShardPlace(spmd.full, spec.placements)
     else:
         usual = _on_full_mesh(spec, spmd, cut)
-    if usual.divides(spec.shape):
+    if cut is None or usual.divides(spec.shape):
         return usual
     others = spec.over_others
     meshes = [mesh_of_dim(dp, dim) for dim in range(dp.ndim)]

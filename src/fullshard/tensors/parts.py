@@ -333,11 +333,8 @@ def keep_own_part(op: Any, whole: Tensor, target: DTensor) -> DTensor:
 
 def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a replicated DTensor around ``whole``, which is the same on all ranks."""
+    placements, stride = (Replicate(),) * mesh.ndim, whole.stride()
     spec = _dtensor.dtensor_spec(
-        mesh,
-        (Replicate(),) * mesh.ndim,
-        shape=whole.shape,
-        stride=whole.stride(),
-        dtype=whole.dtype,
+        mesh, placements, shape=whole.shape, dtype=whole.dtype, stride=stride
     )
     return _dtensor.dtensor_from_spec(whole, spec, requires_grad=False, cls=DTensor)

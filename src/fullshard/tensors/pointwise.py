@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
+from fullshard.tensors.form import local_part, shown_like
 from fullshard.tensors.parts import aten_ops, is_partial
 
 aten = torch.ops.aten
@@ -24,7 +25,7 @@ def _on_locals(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str
     """Apply ``op`` to a DTensor, and to operands that are placed alike or numbers."""
     if is_partial(target) or not all(fits(arg, target) for arg in args):
         return _dtensor.default_dtensor_op(op, args, kwargs)
-    result = op(*map(_local, args), **kwargs)
+    result = op(*map(local_part, args), **kwargs)
     return target if result is _dtensor.local_of(target) else _dtensor.dtensor_like(target, result)
 
 
@@ -37,14 +38,10 @@ def _on_lists(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str,
         or any(isinstance(value, DTensor) for value in kwargs.values())
     ):
         return _dtensor.default_dtensor_op(op, args, kwargs)
-    result = op(*([*map(_local, arg)] if _is_list(arg) else arg for arg in args), **kwargs)
+    result = op(*([*map(local_part, arg)] if _is_list(arg) else arg for arg in args), **kwargs)
     if not _is_list(result):
         return result  # an operation in place
-    return [*map(_placed_like, targets, result)]
-
-
-def _placed_like(target: Tensor, local: Tensor) -> Tensor:
-    return _dtensor.dtensor_like(target, local) if isinstance(target, DTensor) else local
+    return [*map(shown_like, targets, result)]
 
 
 def fits(operand: Any, target: Tensor) -> bool:
@@ -63,10 +60,6 @@ def fits(operand: Any, target: Tensor) -> bool:
 
 def _fits_each(arg: Any, targets: Iterable[Tensor]) -> bool:
     return all(map(fits, arg, targets)) if _is_list(arg) else not isinstance(arg, Tensor)
-
-
-def _local(operand: Any) -> Any:
-    return _dtensor.local_of(operand) if isinstance(operand, DTensor) else operand
 
 
 def _is_list(arg: Any) -> TypeGuard[Sequence[Any]]:

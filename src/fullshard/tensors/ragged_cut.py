@@ -43,7 +43,8 @@ class RaggedCut:
     Attributes:
         mesh_dim: the mesh dim along which intervals follow each other.
         ragged: the placement along ``mesh_dim``.
-        region: this rank's elements; the grid of the region is the tp part.
+        region: this rank's elements; the grid of the region is the tp part, which is
+            the full tensor without tensor parallelism.
         tp_placements: placements of the tp part alone, one for each mesh dim.
         is_first: True if the rank is the first on every mesh dim.
         is_first_copy: True if the rank is the first of the ranks with copies of one tp part.
@@ -55,16 +56,6 @@ class RaggedCut:
     tp_placements: tuple[Placement, ...]
     is_first: bool
     is_first_copy: bool
-
-    @property
-    def tp_shape(self) -> tuple[int, ...]:
-        """Shape of the tp part, which is the full tensor without tensor parallelism."""
-        return self.region.grid
-
-    @property
-    def tp_offsets(self) -> tuple[int, ...]:
-        """Offsets of the tp part in the full tensor."""
-        return tuple(own.start for (own,) in self.region.dims)
 
     @property
     def interval(self) -> Interval:

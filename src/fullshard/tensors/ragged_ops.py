@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import RaggedOperationError
-from fullshard.tensors.form import local_part
+from fullshard.tensors.form import local_part, shown_like
 from fullshard.tensors.parts import Sharding, aten_ops, part_like, sharding_of
 from fullshard.tensors.pointwise import fits
 from fullshard.tensors.ragged_cut import cut_of, is_ragged
@@ -108,10 +108,7 @@ def _on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if result is None:
         return None
-    return [
-        _dtensor.dtensor_like(one, local) if isinstance(one, DTensor) else local
-        for one, local in zip(shown, result, strict=True)
-    ]
+    return list(map(shown_like, shown, result))
 
 
 def _operands(op: Any, arg: Any, shown: Sequence[Tensor]) -> Any:
@@ -139,7 +136,7 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             source = source.full_tensor()
             return _copy(op, (target, source, *args[2:]), kwargs)
         part, cut = _operand(op, source, target), cut_of(target)
-        if tuple(part.shape) == cut.tp_shape:  # from code that ignores the placement: peft
+        if tuple(part.shape) == cut.region.grid:  # from code that ignores the placement: peft
             part = cut.own_part(part)
         _dtensor.local_of(target).copy_(part, *args[2:], **kwargs)
     else:
@@ -347,7 +344,7 @@ def _operand(op: Any, arg: Any, like: Tensor) -> Any:
         RaggedOperationError: if ``arg`` is a tensor with dims that is not cut like ``like``.
     """
     if fits(arg, like):
-        return _dtensor.local_of(arg) if isinstance(arg, DTensor) else arg
+        return local_part(arg)
     raise RaggedOperationError(
         f"{op}: got {_described(arg)} beside {_described(like)}; expected a tensor cut into the "
         "same intervals on the same mesh, or one without dims. Bring both to one form first, such "

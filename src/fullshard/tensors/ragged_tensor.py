@@ -108,10 +108,10 @@ class RaggedTensor(_dtensor.OwnDispatch):
         cut = cut_of(self)
         local = _dtensor.local_of(self).detach()
         if local.is_meta:
-            return torch.empty(cut.tp_shape, dtype=self.dtype, device="meta")
+            return torch.empty(cut.region.grid, dtype=self.dtype, device="meta")
         lengths = [cut.ragged.interval(rank).length for rank in range(cut.ragged.num_ranks)]
         wire = collectives_of(self.device_mesh, cut.mesh_dim)
-        return gather_uneven(local, lengths, wire).view(cut.tp_shape)
+        return gather_uneven(local, lengths, wire).view(cut.region.grid)
 
     def _as_dtensor(self, tp_part: Tensor) -> DTensor:
         """Return ``tp_part`` as a DTensor that is replicated except for tensor parallelism."""
@@ -132,7 +132,8 @@ class RaggedTensor(_dtensor.OwnDispatch):
 
     def __repr__(self) -> str:  # type: ignore[override]
         cut = cut_of(self)
-        part = f"{cut.tp_shape} at {cut.tp_offsets} of " if cut.has_tp else ""
+        offsets = tuple(own.start for (own,) in cut.region.dims)
+        part = f"{cut.region.grid} at {offsets} of " if cut.has_tp else ""
         placements = ", ".join(map(repr, self.placements))
         return (
             f"RaggedTensor(elements {cut.interval.start} to {cut.interval.stop} of "
@@ -226,9 +227,7 @@ def _rebuild(
     requires_grad: bool,
     is_param: bool,
 ) -> RaggedTensor:
-    size = torch.Size(shape)
-    stride = torch.empty(size, device="meta").stride()
-    spec = _dtensor.dtensor_spec(mesh, placements, shape=size, stride=stride, dtype=local.dtype)
+    spec = _dtensor.dtensor_spec(mesh, placements, shape=torch.Size(shape), dtype=local.dtype)
     new = _dtensor.dtensor_from_spec(local, spec, requires_grad=requires_grad, cls=RaggedTensor)
     if is_param:
         _memory.make_param(new)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -110,9 +109,6 @@ def _placed(
     placements: Sequence[Placement],
     cls: type[DTensor],
 ) -> DTensor:
-    stride = torch.empty(like.shape, device="meta").stride()
-    spec = _dtensor.dtensor_spec(
-        mesh, tuple(placements), shape=like.shape, stride=stride, dtype=local.dtype
-    )
+    spec = _dtensor.dtensor_spec(mesh, tuple(placements), shape=like.shape, dtype=local.dtype)
     kind = RaggedTensor if issubclass(cls, RaggedTensor) else DTensor
     return _dtensor.dtensor_from_spec(local.detach(), spec, requires_grad=False, cls=kind)
