@@ -201,17 +201,6 @@ def as_offload(given: CPUOffload, device: torch.device) -> Offload | None:
     return Offload(pinned=True) if on_host else None
 
 
-def as_strategy(given: Any) -> ShardingStrategy:
-    """Return the user's ``sharding_strategy``, by default ``FULL_SHARD``; see ``member_of``."""
-    default = ShardingStrategy.FULL_SHARD
-    return member_of(ShardingStrategy, given or default, "sharding_strategy")
-
-
-def as_prefetch(given: Any) -> BackwardPrefetch | None:
-    """Return the user's ``backward_prefetch``, see ``member_of``, or None."""
-    return None if given is None else member_of(BackwardPrefetch, given, "backward_prefetch")
-
-
 def member_of(cls: type[Member], given: Any, argument: str) -> Member:
     """Return ``given`` as a member of ``cls``; members of PyTorch's enum are matched by name.
 
@@ -252,27 +241,22 @@ class Given:
         return self  # copies of a wrapper use the same mesh
 
 
+def _argument(name: str, doc: str = "The argument of the constructor.") -> Any:
+    return property(attrgetter(f"_given.{name}"), doc=doc)
+
+
 class Arguments(nn.Module):
     """The read-only properties of ``FullyShardedDataParallel`` that tell its arguments."""
 
     _given: Given
 
-    cpu_offload = property(
-        attrgetter("_given.cpu_offload"), doc="The argument, or ``CPUOffload()`` if it was None."
+    cpu_offload = _argument("cpu_offload", "The argument, or ``CPUOffload()`` if it was None.")
+    mixed_precision = _argument(
+        "mixed_precision", "The argument, or ``MixedPrecision()`` if it was None."
     )
-    mixed_precision = property(
-        attrgetter("_given.mixed_precision"),
-        doc="The argument, or ``MixedPrecision()`` if it was None.",
-    )
-    backward_prefetch = property(
-        attrgetter("_given.backward_prefetch"), doc="The argument of the constructor."
-    )
-    forward_prefetch = property(
-        attrgetter("_given.forward_prefetch"), doc="The argument of the constructor."
-    )
-    limit_all_gathers = property(
-        attrgetter("_given.limit_all_gathers"), doc="The argument of the constructor."
-    )
+    backward_prefetch = _argument("backward_prefetch")
+    forward_prefetch = _argument("forward_prefetch")
+    limit_all_gathers = _argument("limit_all_gathers")
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
 from fullshard.errors import ArgumentTypeError, ProtocolError
@@ -90,14 +90,11 @@ class Precision:
                 if buffer is None or not buffer.is_floating_point():
                     continue
                 is_full = self.in_eval or is_lent
-                wanted = self.own_dtype(module, name, buffer) if is_full else dtype
+                own = self.buffers.get((module, name), buffer.dtype)
+                wanted = own if is_full else dtype
                 if buffer.dtype != wanted:
                     self.buffers.setdefault((module, name), buffer.dtype)
                     module._buffers[name] = buffer.to(wanted)
-
-    def own_dtype(self, module: nn.Module, name: str, buffer: Tensor) -> torch.dtype:
-        """Return the dtype of a buffer before casts."""
-        return self.buffers.get((module, name), buffer.dtype)
 
     def keep_reduced(self, unit: Unit) -> None:
         """Keep reduced gradients in the dtype of reduction with ``keep_low_precision_grads``."""

@@ -123,7 +123,8 @@ def as_ignored(modules: Any = None, states: Any = None) -> Ignored:
             "the modules into ignored_states"
         )
     given = _listed(modules if states is None else states)
-    if states is not None and not _all_alike(given):
+    kinds = (nn.Parameter, nn.Module)
+    if states is not None and not any(all(isinstance(g, k) for g in given) for k in kinds):
         raise ConfigError(
             "FullyShardedDataParallel(ignored_states=...): expected all nn.Parameter or all "
             f"nn.Module list elements, got {', '.join(sorted({type(g).__name__ for g in given}))}"
@@ -153,10 +154,6 @@ def _listed(given: Any) -> list[Any]:
             f"{given!r}"
         )
     return list(given)
-
-
-def _all_alike(given: list[Any]) -> bool:
-    return any(all(isinstance(one, kind) for one in given) for kind in (nn.Parameter, nn.Module))
 
 
 def wrap_inside(

@@ -29,8 +29,7 @@ from fullshard.flat.options import (
     ShardingStrategy,
     as_cpu_offload,
     as_offload,
-    as_prefetch,
-    as_strategy,
+    member_of,
 )
 from fullshard.flat.own import OwnTensors, own_modules
 from fullshard.flat.precision import Precision, as_mixed_precision
@@ -120,8 +119,10 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         _is_exempt: bool = False,
     ) -> None:
         super().__init__()
-        strategy = as_strategy(sharding_strategy)
-        prefetch = as_prefetch(backward_prefetch)
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        strategy = member_of(ShardingStrategy, strategy, "sharding_strategy")
+        if backward_prefetch is not None:
+            backward_prefetch = member_of(BackwardPrefetch, backward_prefetch, "backward_prefetch")
         device = checked_device(device_id, module)
         ignored = as_ignored(ignored_modules, ignored_states)
         check_module(module, ignored, shown_as_one=not use_orig_params)
@@ -137,7 +138,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         given = Given(
             strategy,
             as_cpu_offload(cpu_offload),
-            prefetch,
+            backward_prefetch,
             mixed_precision or MixedPrecision(),
             device_id,
             sync_module_states,
@@ -415,16 +416,12 @@ def reduce_by_hook(units: Sequence[Unit], state: Any, hook: Callable[..., object
 
 
 def _wires(bucket: Bucket, state: Any, hook: Callable[..., object]) -> dict[str, Any]:
-    spec = bucket.spec
-    numel = spec.layout.shard_numel
+    spec, numel = bucket.spec, bucket.spec.layout.shard_numel
+    wires: dict[str, Any] = {"clean_padding": True}
     if spec.comm.world > 1:
-        return {
-            "reducer": HookedShards(spec.reducing, state, hook, numel),
-            "clean_padding": True,
-        }
+        return wires | {"reducer": HookedShards(spec.reducing, state, hook, numel)}
     replicas = spec.replicas
-    return {
+    return wires | {
         "reducer": HookedCopies(replicas or SingleRank(), state, hook, numel),
-        "clean_padding": True,
         "replicas": None if replicas is None else Settled(replicas),
     }
