@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from bench.hosts import NoHosts, enter, hosts, sent_nbytes
 from fullshard.checkpoint import Checkpointer
-from fullshard.comm.c10d import Transport, TransportRequest, ways_of
+from fullshard.comm.c10d import Transport, TransportRequest, way_of
 from fullshard.comm.twolevel import TwoLevels
 from tests.ranks.net import apart, batch, make, shard
 
@@ -45,7 +45,7 @@ def train(process: int, names: Sequence[str], folder: str) -> None:
     dist.barrier()
     sent = sent_nbytes() - before
     assert dist.group.WORLD is not None
-    way = ways_of(dist.group.WORLD, TransportRequest(Transport.SHARED)).gathers
+    way = way_of(dist.group.WORLD, TransportRequest(Transport.SHARED))
     assert isinstance(way, TwoLevels)
     memory = Path(folder, f"memory-{process // PER_HOST}")
     checkpointer = Checkpointer(memory, copies=2)

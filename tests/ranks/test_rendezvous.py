@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import fully_shard
 from fullshard.comm import C10d, handshake, rendezvous
-from fullshard.comm.c10d import Transport, TransportRequest, ways_of
+from fullshard.comm.c10d import Transport, TransportRequest, way_of
 from fullshard.comm.handshake import Handshake, PeerInfo, address, listen
 from fullshard.comm.memory import Memory
 from fullshard.comm.native import Native
@@ -45,7 +45,7 @@ def reach(how: str) -> str:
         elif group.rank() == 1 and how == "no calls":
             patched.setattr(Handshake, "_connected", _refuse)
         assert gather(C10d(group, "cpu"))()
-    way = ways_of(group, TransportRequest(Transport.SHARED)).gathers
+    way = way_of(group, TransportRequest(Transport.SHARED))
     return type(way).__name__
 
 
@@ -77,7 +77,7 @@ def first_step_unconnected() -> str:
         mesh = DeviceMesh("cpu", range(dist.get_world_size()))
         model = fully_shard(nn.Linear(6, 6), mesh=mesh)
         model(torch.ones(2, 6)).sum().backward()
-        return type(ways_of(mesh.get_group(), TransportRequest(Transport.SHARED)).gathers).__name__
+        return type(way_of(mesh.get_group(), TransportRequest(Transport.SHARED))).__name__
 
 
 def test_a_first_step_outlasts_vain_attempts_to_connect(pool: RankPool) -> None:
@@ -106,7 +106,7 @@ def wished(own: str, numel: int) -> tuple[str, float]:
     wanted = exact.view(group.size(), -1)[group.rank()]
     rounded = exact.bfloat16().double()
     off = (reduced.double() - wanted).abs().max() + (whole.double() - rounded).abs().max()
-    return type(ways_of(group, TransportRequest(Transport.SHARED)).gathers).__name__, off.item()
+    return type(way_of(group, TransportRequest(Transport.SHARED))).__name__, off.item()
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def meet_often(count: int) -> list[str]:
     for _ in range(count):
         group = dist.new_group()
         assert gather(C10d(group, "cpu"))()
-        found.append(type(ways_of(group, TransportRequest(Transport.SHARED)).gathers).__name__)
+        found.append(type(way_of(group, TransportRequest(Transport.SHARED))).__name__)
         dist.destroy_process_group(group)
     return found
 

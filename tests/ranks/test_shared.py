@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.comm import C10d, Pending, all_to_all
-from fullshard.comm.c10d import Transport, TransportRequest, ways_of
+from fullshard.comm.c10d import Transport, TransportRequest, way_of
 from fullshard.comm.memory import Memory
 from fullshard.comm.shared import Shared
 from fullshard.errors import LostRankError, ProtocolError
@@ -32,7 +32,7 @@ def world_group() -> dist.ProcessGroup:
 
 
 def shared(group: dist.ProcessGroup) -> Shared:
-    way = ways_of(group, TransportRequest(Transport.SHARED)).gathers
+    way = way_of(group, TransportRequest(Transport.SHARED))
     assert isinstance(way, Shared)
     return way
 

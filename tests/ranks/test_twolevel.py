@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard import FullyShardedDataParallel, Ragged
 from fullshard._torch import collectives as _collectives
 from fullshard.comm import C10d, rendezvous, twolevel
-from fullshard.comm.c10d import Transport, TransportRequest, ways_of
+from fullshard.comm.c10d import Transport, TransportRequest, way_of
 from fullshard.comm.protocol import Label
 from fullshard.comm.twolevel import TwoLevels
 from fullshard.errors import LostRankError, ProtocolError
@@ -56,7 +56,7 @@ def wire_on(hosts: str, timeout_s: float = 30) -> C10d:
 
 def check_way(group: dist.ProcessGroup, hosts: str) -> None:
     """Ranks share memory if all hosts have equally many."""
-    way = ways_of(group, TransportRequest(Transport.SHARED)).gathers
+    way = way_of(group, TransportRequest(Transport.SHARED))
     assert isinstance(way, TwoLevels)
     is_even = len({hosts.count(host) for host in hosts}) == 1
     assert len(way.hosts) == (len({*hosts}) if is_even else len(hosts))
@@ -266,7 +266,7 @@ def memory_in_use(hosts: str) -> int:
     for _ in range(40):
         assert gather(wire, 10_000)()
         wire.all_reduce_mean(noise(10_000, seed=1)).wait()
-    way = ways_of(wire.group, TransportRequest(Transport.SHARED)).gathers
+    way = way_of(wire.group, TransportRequest(Transport.SHARED))
     assert isinstance(way, TwoLevels)
     return 512 * os.fstat(way.near._arena.memory._fd).st_blocks
 

@@ -19,7 +19,7 @@ from fullshard.comm.blocking import (
     gather_over,
     gather_uneven,
 )
-from fullshard.comm.c10d import C10d
+from fullshard.comm.c10d import C10d, Public
 from fullshard.comm.codecs import ENCODED, INT4, Blocks, Cast, Codec, round_trip
 from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
 from fullshard.comm.dry import DryWire, Exchange, dry_world, is_dry, mirror_world, played_by
@@ -43,4 +43,3 @@ from fullshard.comm.mesh import (
     wrapped,
 )
 from fullshard.comm.protocol import Collectives, Done, Label, Pending, SingleRank, Wrapper
-from fullshard.comm.public import Public

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard._torch import collectives as _collectives
-from fullshard.comm.c10d import default_choice, issued, transferred, ways_of
+from fullshard.comm.c10d import default_choice, issued, transferred, way_of
 from fullshard.comm.mesh import collectives_of, collectives_of_group, served_by
 from fullshard.comm.protocol import Collectives, Done, Label, Pending, Splits, WorkGroup
 
@@ -87,8 +87,8 @@ def all_to_all(
     given = torch.empty(sum(sizes), dtype=torch.uint8, device=there)
 
     def start() -> Pending:
-        way = ways_of(group, default_choice(group, there.type))
-        return way.exchanges.all_to_all(group, given, sent.to(there), "", Splits(lengths, sizes))
+        way = way_of(group, default_choice(group, there.type))
+        return way.all_to_all(group, given, sent.to(there), "", Splits(lengths, sizes))
 
     issued(group, there.type, "exchange", start).wait()
     return given.to(sent.device)

@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fullshard._torch import collectives as _collectives
 from fullshard._torch import device as _device
+from fullshard.comm import public
 from fullshard.comm.columns import OwnGroups
 from fullshard.comm.heartbeat import clamped
 from fullshard.comm.ledger import (
@@ -43,37 +44,13 @@ class Transport(enum.Enum):
 
     NATIVE = "native"
     """The backend's own collectives."""
+    PUBLIC = "public"
+    """The same, through the functions of ``torch.distributed``."""
     SHARED = "shared"
     """Shared memory within a host (``Shared``), and gloo groups of our own among hosts
     (``TwoLevels``). If hosts have different numbers of ranks, each rank counts as a host. All ranks
     use the backend's own collectives if any rank asks for them or cannot create shared memory. Sums
     are in fp32 or wider in any case."""
-
-
-class _Way(Protocol):
-    """An implementation of gathers and reductions; each object serves one process group."""
-
-    def all_gather(
-        self,
-        group: dist.ProcessGroup,
-        outputs: Sequence[Tensor],
-        sources: Sequence[Tensor],
-        label: str,
-    ) -> Pending: ...
-
-    def reduce_scatter_mean(
-        self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
-    ) -> Pending: ...
-
-    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending: ...
-
-
-class _Ways(NamedTuple):
-    """The implementations that a group gathers and reduces with; the same on all its ranks."""
-
-    gathers: _Way
-    reduces: _Way
-    exchanges: Native | Shared
 
 
 class TransportRequest(NamedTuple):
@@ -85,9 +62,13 @@ class TransportRequest(NamedTuple):
     """True if a mean may be the backend's own; else it is made of a sum."""
 
 
+Way = Native | Shared | TwoLevels
+"""An implementation of gathers, reductions and exchanges; each object serves one process group."""
+
+
 class _OfEra(NamedTuple):
     era: Era
-    ways: dict[TransportRequest, _Ways]
+    ways: dict[TransportRequest, Way]
     numbers: Iterator[int]
     """Numbers of the rendezvous of this group in this era."""
 
@@ -96,38 +77,37 @@ _ways: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfEra]
 _ways = weakref.WeakKeyDictionary()
 
 
-def ways_of(group: dist.ProcessGroup, choice: TransportRequest) -> _Ways:
-    """Return the ways of ``group``; the first per choice and era with SHARED is a collective."""
+def way_of(group: dist.ProcessGroup, choice: TransportRequest) -> Way:
+    """Return the way of ``group``; the first per choice and era with SHARED is a collective."""
     found, era = _ways.get(group), ledger_of(group).era
     if found is None or found.era is not era:
         found = _ways[group] = _OfEra(era, {}, itertools.count())
-    ways = found.ways
-    if choice not in ways:
-        is_shared = choice.transport is Transport.SHARED
-        native = Native(choice.device_type, averages=choice.averages, adds_wide=is_shared)
-        ways[choice] = _met(group, found, native) if is_shared else _Ways(native, native, native)
-    return ways[choice]
+    way = found.ways.get(choice)
+    if way is None:
+        way = found.ways[choice] = _new_way(group, found, choice)
+    return way
 
 
-def _met(group: dist.ProcessGroup, of_era: _OfEra, native: Native) -> _Ways:
-    """Return the ways of a group over gloo, once its ranks have met; ``native`` for BACKEND."""
+def _new_way(group: dist.ProcessGroup, of_era: _OfEra, choice: TransportRequest) -> Way:
+    is_shared = choice.transport is Transport.SHARED
+    calls = public if choice.transport is Transport.PUBLIC else _collectives
+    native = Native(choice.device_type, averages=choice.averages, adds_wide=is_shared, calls=calls)
+    return _met(group, of_era, native) if is_shared else native
+
+
+def _met(group: dist.ProcessGroup, of_era: _OfEra, native: Native) -> Way:
+    """Return the way of a group over gloo, once its ranks have met; ``native`` for BACKEND."""
     with ledger_of(group).starting(RENDEZVOUS):
         met = meet(group, f"{of_era.era.name}/{next(of_era.numbers)}", of_era.era)
         if met is None:
-            return _Ways(native, native, native)
+            return native
         rank, timeout = group.rank(), _collectives.timeout_of(group, "cpu")
         timeout_s = clamped(timeout.total_seconds())
         if len(met.hosts) > 1:
             own = OwnGroups.of(met.name, met.hosts, rank, timeout)
     peers = [LocalPeer(r, *one, timeout_s) for r, one in met.peers.items()]
     shared = Shared(rank, met.memory, LocalPeers(peers, of_era.era))
-    if len(met.hosts) == 1:
-        return _Ways(shared, shared, shared)
-    levels = TwoLevels(met.hosts, rank, shared, own)
-    exchanges = Native(
-        "cpu", averages=False, adds_wide=True, carrier=own.everyone, before=levels.drain
-    )
-    return _Ways(levels, levels, exchanges)
+    return shared if len(met.hosts) == 1 else TwoLevels(met.hosts, rank, shared, own)
 
 
 class C10d:
@@ -172,10 +152,9 @@ class C10d:
 
     def connect(self) -> None:
         """Connect the ranks, unless they are connected; a collective, as is the first other one."""
-        group = self.group
-        found = _ways.get(group)
+        found = _ways.get(self.group)
         if self.adds_wide and (found is None or self._choice not in found.ways):
-            self._ledger.issue(RENDEZVOUS, "", 0, partial(self._meet, group)).wait()
+            self._carry(RENDEZVOUS, 0, lambda way, group: Done()).wait()
 
     def by_sums(self) -> C10d:
         """See ``Collectives.by_sums``."""
@@ -202,28 +181,33 @@ class C10d:
             outputs, sources = list(map(as_real, outputs)), list(map(as_real, sources))
         first = sources[0].nbytes
         nbytes = first if len(sources) == 1 else sum(source.nbytes for source in sources)
-        return self._issue(
-            "gather", nbytes, partial(self._all_gather, self.group, outputs, sources)
+        label = self._label.text
+        return self._carry(
+            "gather", nbytes, lambda way, group: way.all_gather(group, outputs, sources, label)
         )
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
-        output, source = as_real(output), as_real(source)
-        start = partial(self._reduce_scatter_mean, self.group, output, source)
-        return self._issue("reduction", source.nbytes, start)
+        output, source, label = as_real(output), as_real(source), self._label.text
+        return self._carry(
+            "reduction",
+            source.nbytes,
+            lambda way, group: way.reduce_scatter_mean(group, output, source, label),
+        )
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """See ``Collectives.all_reduce_mean``."""
-        values = as_real(values)
-        return self._issue(
-            "mean", values.nbytes, partial(self._all_reduce_mean, self.group, values)
+        values, label = as_real(values), self._label.text
+        return self._carry(
+            "mean", values.nbytes, lambda way, group: way.all_reduce_mean(group, values, label)
         )
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.all_to_all``; sends bytes, since gloo does not carry every dtype."""
-        parts = output.view(torch.uint8), source.view(torch.uint8)
-        start = partial(self._all_to_all, self.group, *parts)
-        return self._issue("exchange", source.nbytes, start)
+        into, sent, label = output.view(torch.uint8), source.view(torch.uint8), self._label.text
+        return self._carry(
+            "exchange", source.nbytes, lambda way, group: way.all_to_all(group, into, sent, label)
+        )
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """See ``Collectives.broadcast``; sends bytes, since gloo does not carry every dtype."""
@@ -234,34 +218,31 @@ class C10d:
     def _issue(self, kind: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
         return self._ledger.issue(kind, self._label.text, nbytes, start, self._mark)
 
-    def _all_gather(
-        self, group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
+    def _carry(
+        self, kind: str, nbytes: int, call: Callable[[Way, dist.ProcessGroup], Pending]
     ) -> Pending:
-        return self._ways(group).gathers.all_gather(group, outputs, sources, self._label.text)
+        """Start a collective by ``call``, which gets the way of the group, and the group."""
+        group = self.group
+        return self._issue(kind, nbytes, lambda: call(self._way(group), group))
 
-    def _reduce_scatter_mean(
-        self, group: dist.ProcessGroup, output: Tensor, source: Tensor
-    ) -> Pending:
-        way = self._ways(group).reduces
-        return way.reduce_scatter_mean(group, output, source, self._label.text)
-
-    def _all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor) -> Pending:
-        return self._ways(group).reduces.all_reduce_mean(group, values, self._label.text)
-
-    def _all_to_all(self, group: dist.ProcessGroup, output: Tensor, source: Tensor) -> Pending:
-        return self._ways(group).exchanges.all_to_all(group, output, source, self._label.text)
-
-    def _meet(self, group: dist.ProcessGroup) -> Pending:
-        self._ways(group)
-        return Done()
-
-    def _ways(self, group: dist.ProcessGroup) -> _Ways:
+    def _way(self, group: dist.ProcessGroup) -> Way:
         found = _ways.get(group)
         if found is not None and found.era is self._ledger.era:
-            ways = found.ways.get(self._choice)
-            if ways is not None:
-                return ways
-        return ways_of(group, self._choice)
+            way = found.ways.get(self._choice)
+            if way is not None:
+                return way
+        return way_of(group, self._choice)
+
+
+class Public(C10d):
+    """The backend's collectives, called as in PyTorch's FSDP2, for users who count or replace them.
+
+    The functions are looked up in ``torch.distributed`` at each call.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
+        super().__init__(group, device_type, Transport.PUBLIC)
+        self._choice = self._choice._replace(averages=True)
 
 
 def ledger_for(group: dist.ProcessGroup, device_type: str) -> Ledger:
@@ -338,19 +319,15 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry | None)
     found = _ways.get(group)
     ways = [*found.ways.values()] if found is not None and found.era.error is not None else []
     _break_off_own(ways)
-    if kind in ("broadcast", "sum", TRANSFER):
-        breaks = True
-    else:
-        used = [one.exchanges if kind == "exchange" else one.gathers for one in ways]
-        breaks = kind != "" and any(isinstance(o, Native) and o.carrier is None for o in used)
-    if breaks:
+    is_native = kind != "" and any(isinstance(one, Native) for one in ways)
+    if is_native or kind in ("broadcast", "sum", TRANSFER):
         _collectives.break_off(group)
 
 
-def _break_off_own(ways: Iterable[_Ways]) -> None:
+def _break_off_own(ways: Iterable[Way]) -> None:
     for one in ways:
-        if isinstance(one.gathers, TwoLevels):
-            one.gathers.break_off()
+        if isinstance(one, TwoLevels):
+            one.break_off()
 
 
 def drop_transports() -> None:

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.protocol import Pending
-
 
 def begun(values: Tensor, world: int, *, averages: bool) -> tuple[dist.ReduceOp.RedOpType, float]:
     """Return the op to reduce ``values`` with and the divisor to apply to the result afterwards.
@@ -55,17 +53,3 @@ def put_sum(total: Tensor, own: Tensor, others: Sequence[Tensor]) -> None:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to add up numbers of ``dtype`` in: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
-
-
-class ScaledSum:
-    """A pending sum that ``wait`` turns into a mean."""
-
-    def __init__(self, pending: Pending, values: Tensor, divisor: float) -> None:
-        self._pending = pending
-        self._values = values
-        self._divisor = divisor
-
-    def wait(self) -> None:
-        """Make the mean usable."""
-        self._pending.wait()
-        self._values.div_(self._divisor)

@@ -24,7 +24,7 @@ from fullshard.errors import ConfigError
 Wire = Callable[[dist.ProcessGroup, str], Collectives]
 """A function that makes the collectives for a process group and a device type."""
 
-# One object per group and wire, whoever uses the group; ``c10d._ways`` counts the tags of a group.
+# One object per group and wire, whoever uses the group.
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Wire, Collectives]]
 _of_group = weakref.WeakKeyDictionary()
 _wire: Wire = C10d  # no ContextVar: ranks that are threads share the choice of their process

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -27,6 +27,26 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class Then:
+    """A started collective, and a function to call once it has ended."""
+
+    __slots__ = ("_finish", "_kept", "_pending")
+
+    def __init__(
+        self, pending: Pending | None, finish: Callable[[], object], *kept: object
+    ) -> None:
+        """``pending``: None if it has ended; ``kept``: kept alive until ``wait`` ends."""
+        self._pending = pending
+        self._finish = finish
+        self._kept = kept
+
+    def wait(self) -> None:
+        """Wait for the collective, then call the function."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._finish()
 
 
 class WorkGroup:

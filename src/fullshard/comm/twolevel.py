@@ -17,6 +17,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -39,7 +40,7 @@ from fullshard.comm.ledger import COMPARISON, ledger_of
 from fullshard.comm.local_peer import LocalPeer
 from fullshard.comm.means import put_mean, put_sum, wide_dtype
 from fullshard.comm.memory import aligned
-from fullshard.comm.protocol import Pending, put
+from fullshard.comm.protocol import Done, Pending, Splits, Then, put
 from fullshard.comm.shared import HostExchange, Shared, signature_of
 
 __all__ = ["TwoLevels"]
@@ -100,6 +101,27 @@ class TwoLevels:
         """See ``Collectives.all_reduce_mean``; each column adds up one slice, so bits are equal."""
         self._begin(group, "mean", values.dtype, label, values.nbytes)
         return self._started(_MeanOfAll(self, values, label))
+
+    def all_to_all(
+        self,
+        group: dist.ProcessGroup,
+        output: Tensor,
+        source: Tensor,
+        label: str,
+        splits: Splits | None = None,
+    ) -> Pending:
+        """See ``Collectives.all_to_all``; with ``splits``, slices may differ in size."""
+        self.drain()
+        self._compared.compare(group, label, self.groups.everyone)
+        lengths, sizes = splits or ((), ())
+        work = _collectives.all_to_all(self.groups.everyone, output, source, sizes, lengths)
+        return Then(None, partial(self._end_exchange, work, source))
+
+    def _end_exchange(self, work: Pending | None, source: Tensor) -> None:
+        """Wait for ``work``; ``source`` is kept alive until everything is sent."""
+        self.drain()
+        with losing_ranks():
+            (work or Done()).wait()
 
     def break_off(self) -> None:
         """End all waits for other hosts; the groups are of no use afterwards."""

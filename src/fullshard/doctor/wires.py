@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard._torch import collectives as _collectives
 from fullshard.comm import Collectives
-from fullshard.comm.c10d import default_choice, ways_of
+from fullshard.comm.c10d import default_choice, way_of
 from fullshard.comm.rendezvous import SWITCH, TRANSPORT, Wish
 from fullshard.comm.shared import Shared
 from fullshard.comm.twolevel import TwoLevels
@@ -41,16 +41,13 @@ def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
     if len(ranks) == 1:
         return Wire(ranks, "none", "none", True)
     kind, adds_wide = mesh.device_type, wire.adds_wide
-    ways = ways_of(group, default_choice(group, kind))
-    own = f"{_collectives.backend_name(group, kind)}'s own"
-    return Wire(ranks, _name(ways.gathers, own), _name(ways.reduces, own), adds_wide)
-
-
-def _name(way: object, own: str) -> str:
+    way = way_of(group, default_choice(group, kind))
+    name = f"{_collectives.backend_name(group, kind)}'s own"
     if isinstance(way, Shared):
-        return SHARED_MEMORY
-    shares = isinstance(way, TwoLevels) and len(way.hosts) < way.world
-    return BETWEEN_HOSTS if shares else own
+        name = SHARED_MEMORY
+    if isinstance(way, TwoLevels) and len(way.hosts) < way.world:
+        name = BETWEEN_HOSTS
+    return Wire(ranks, name, name, adds_wide)
 
 
 def reason(wire: Wire, all_ranks: Sequence[Facts]) -> str:
