@@ -66,10 +66,7 @@ def all_gather_bytes(own: Tensor, label: str) -> Tensor:
 
 
 def all_to_all(
-    sent: Tensor,
-    lengths: Sequence[int],
-    sizes: Sequence[int],
-    group: dist.ProcessGroup,
+    sent: Tensor, lengths: Sequence[int], sizes: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
     """Send bytes to each rank of ``group``; return what each sent to this one, in rank order.
 

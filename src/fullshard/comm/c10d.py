@@ -19,15 +19,7 @@ from fullshard._torch import device as _device
 from fullshard.comm import public
 from fullshard.comm.columns import OwnGroups
 from fullshard.comm.heartbeat import clamped
-from fullshard.comm.ledger import (
-    RENDEZVOUS,
-    TRANSFER,
-    Entry,
-    Era,
-    Ledger,
-    Mark,
-    ledger_of,
-)
+from fullshard.comm.ledger import RENDEZVOUS, TRANSFER, Entry, Era, Ledger, Mark, ledger_of
 from fullshard.comm.local_peer import LocalPeer, LocalPeers
 from fullshard.comm.native import Native
 from fullshard.comm.protocol import Done, Label, Pending, as_real

@@ -118,11 +118,7 @@ class Handshake:
     """The connections of one rank: it connects to lower ranks and accepts higher ones."""
 
     def __init__(
-        self,
-        rank: int,
-        infos: Sequence[PeerInfo],
-        wanted: set[int],
-        memory: Memory | None,
+        self, rank: int, infos: Sequence[PeerInfo], wanted: set[int], memory: Memory | None
     ) -> None:
         """``wanted``: the ranks to meet; if there are none, ``memory`` may be None."""
         self._rank = rank

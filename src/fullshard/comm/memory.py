@@ -114,12 +114,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _FAILED = ctypes.c_void_p(-1).value
 _mmap = _libc.mmap
 _mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    *[ctypes.c_int] * 3,
-    ctypes.c_long,
-]
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _munmap = _libc.munmap
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 

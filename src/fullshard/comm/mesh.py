@@ -15,10 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard._torch import collectives as _collectives
 from fullshard._torch import world as _world
 from fullshard.comm.c10d import C10d, transferred
-from fullshard.comm.protocol import (
-    Collectives,
-    SingleRank,
-)
+from fullshard.comm.protocol import Collectives, SingleRank
 from fullshard.errors import ConfigError
 
 Wire = Callable[[dist.ProcessGroup, str], Collectives]

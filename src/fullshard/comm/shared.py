@@ -193,10 +193,7 @@ class HostExchange:
         return [peer for peer in peers if not peer.has_published(number)]
 
     def read(
-        self,
-        *,
-        alike: bool = True,
-        wait: Callable[[Sequence[LocalPeer], str], None] | None = None,
+        self, *, alike: bool = True, wait: Callable[[Sequence[LocalPeer], str], None] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield each peer's rank and bytes, without a copy, in the order of arrival.
 

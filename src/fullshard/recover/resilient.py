@@ -28,13 +28,7 @@ from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.heartbeat import stall_s
 from fullshard.comm.own_store import own_store
 from fullshard.comm.text import counted
-from fullshard.errors import (
-    ConfigError,
-    FullshardError,
-    LostRankError,
-    PeerError,
-    TornStepError,
-)
+from fullshard.errors import ConfigError, FullshardError, LostRankError, PeerError, TornStepError
 from fullshard.recover.life import Life, Restart, StateTransfer
 from fullshard.recover.membership import Decision, Membership, Next, Outcome, Vote
 
