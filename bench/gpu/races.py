@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from bench.gpu.machine import WORLD, Failed, Machine, Verdict, same
 from bench.gpu.model import SMALL, Llama, sizes_for, tokens_of
-from fullshard.comm import Done, Pending, Wrapper, wrapped
+from fullshard.comm import Done, Pending, Then, Wrapper, wrapped
 from fullshard.device import Buffer, Lane, wires
 from fullshard.device.streams import CpuLanes, Lanes, StreamLanes
 from fullshard.engine import Engine, executor
@@ -278,7 +278,7 @@ def _without_ready() -> AbstractContextManager[Any]:
             pending = start()
         done = self.accelerator.Event()
         done.record(self.stream)
-        return wires._Issued(pending, done, self)
+        return Then(None, partial(self._end, done, pending))
 
     return patch.object(wires.OnStream, "_issue", issue)
 
@@ -290,7 +290,7 @@ CONTROLS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing waits for reductions": partial(_without_join, Lane.COMPUTE, Lane.REDUCE),
     "collectives do not wait for their lane": _without_ready,
     "lanes do not wait for collectives": partial(
-        patch.object, wires._Issued, "wait", lambda self: self.pending.wait()
+        patch.object, wires.OnStream, "_end", lambda self, done, pending: pending.wait()
     ),
     "copies from the host write under gathers": partial(
         _without_join, Lane.HOST_TO_DEVICE, Lane.GATHER

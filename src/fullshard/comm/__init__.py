@@ -42,4 +42,4 @@ from fullshard.comm.mesh import (
     served_by,
     wrapped,
 )
-from fullshard.comm.protocol import Collectives, Done, Label, Pending, SingleRank, Wrapper
+from fullshard.comm.protocol import Collectives, Done, Label, Pending, SingleRank, Then, Wrapper

@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from fullshard.comm.heartbeat import clamped
 from fullshard.comm.ledger import RENDEZVOUS, TRANSFER, Entry, Era, Ledger, Mark, ledger_of
 from fullshard.comm.local_peer import LocalPeer, LocalPeers
 from fullshard.comm.native import Native
-from fullshard.comm.protocol import Done, Label, Pending, as_real
+from fullshard.comm.protocol import Done, Label, Pending, Then, as_real
 from fullshard.comm.rendezvous import meet
 from fullshard.comm.shared import Shared
 from fullshard.comm.twolevel import TwoLevels
@@ -280,23 +280,10 @@ def transferred(group: dist.ProcessGroup, label: str, call: Callable[[], Result]
         return call()
     kinds = [*_collectives.device_types(group)]
     ledger = ledger_for(group, "cpu" if "cpu" in kinds else kinds[0])
-    running = _Call(call)
-    ledger.issue(TRANSFER, label, 0, lambda: running).wait()
+    results: list[Result] = []
+    ledger.issue(TRANSFER, label, 0, lambda: Then(None, lambda: results.append(call()))).wait()
     ledger.era.check()  # what an aborted collective leaves behind is no result
-    return running.result
-
-
-class _Call(Generic[Result]):
-    """A collective that runs when somebody waits for it."""
-
-    result: Result
-
-    def __init__(self, call: Callable[[], Result]) -> None:
-        self._call = call
-
-    def wait(self) -> None:
-        """See ``Pending``."""
-        self.result = self._call()
+    return results[0]
 
 
 def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry | None) -> None:

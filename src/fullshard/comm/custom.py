@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.protocol import Done, Pending, Wrapper
+from fullshard.comm.protocol import Done, Pending, Then, Wrapper
 
 
 class Comm(ABC):
@@ -78,7 +79,7 @@ class Custom(Wrapper):
         alike: dict[torch.dtype, list[int]] = {}
         for number, source in enumerate(sources):
             alike.setdefault(source.dtype, []).append(number)
-        started: _Gathered | Done = Done()
+        started: Pending = Done()
         for numbers in alike.values():
             started.wait()  # the next one may come into the same memory
             given = [sources[number].reshape(-1) for number in numbers]
@@ -86,7 +87,8 @@ class Custom(Wrapper):
             size = (sent.numel() * self.world,)
             flat = self.gather.allocate(size, dtype=sent.dtype, device=sent.device)
             work = self.gather(flat, sent, group, async_op=_is_async(sent))
-            started = _Gathered(work, [outputs[number] for number in numbers], flat, sent)
+            of_dtype = [outputs[number] for number in numbers]
+            started = Then(work, partial(_spread, of_dtype, flat, self.world), sent)
         return started
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
@@ -98,7 +100,7 @@ class Custom(Wrapper):
         size = (source.numel() // self.world,)
         received = self.reduce.allocate(size, dtype=source.dtype, device=source.device)
         work = self.reduce(received, sent, group, dist.ReduceOp.SUM, async_op=_is_async(source))
-        return _Reduced(work, output, received, sent, self.world)
+        return Then(work, partial(_put_divided, received, output, self.world), sent)
 
 
 def _is_async(values: Tensor) -> bool:
@@ -110,33 +112,12 @@ def _allocated(comm: Comm, like: Tensor) -> Tensor:
     return comm.allocate((like.numel(),), dtype=like.dtype, device=like.device)
 
 
-@dataclass(frozen=True)
-class _Gathered:
-    work: dist.Work | None
-    outputs: Sequence[Tensor]
-    flat: Tensor
-    sent: Tensor  # kept alive until the transfer is over
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        world = self.flat.numel() // self.sent.numel() if self.sent.numel() else 1
-        parts = self.flat.view(world, -1).split(
-            [output.numel() // world for output in self.outputs], dim=1
-        )
-        for output, part in zip(self.outputs, parts, strict=True):
-            output.view(world, -1).copy_(part)
+def _spread(outputs: Sequence[Tensor], flat: Tensor, world: int) -> None:
+    """Copy each part of the rows of ``flat`` to its output."""
+    parts = flat.view(world, -1).split([output.numel() // world for output in outputs], dim=1)
+    for output, part in zip(outputs, parts, strict=True):
+        output.view(world, -1).copy_(part)
 
 
-@dataclass(frozen=True)
-class _Reduced:
-    work: dist.Work | None
-    output: Tensor
-    received: Tensor
-    sent: Tensor  # kept alive until the transfer is over
-    world: int
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        self.output.copy_(self.received).div_(self.world)
+def _put_divided(received: Tensor, output: Tensor, world: int) -> None:
+    output.copy_(received).div_(world)

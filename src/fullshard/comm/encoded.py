@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fullshard.comm.codecs import ENCODED, Codec
-from fullshard.comm.protocol import Collectives, Pending, Wrapper, put
+from fullshard.comm.protocol import Collectives, Pending, Then, Wrapper, put
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Encoded(Wrapper):
         arrived = sent.new_empty(self.world, sent.shape[1])
         pending = self.inner.all_gather([arrived.view(-1)], [sent.view(-1)])
         rows = [output.view(self.world, -1) for output in outputs]
-        return _Arriving(pending, sent, partial(self.codec.decode, arrived, rows))
+        return Then(pending, partial(self.codec.decode, arrived, rows), sent)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
@@ -58,7 +58,7 @@ class Encoded(Wrapper):
             return self.inner.reduce_scatter_mean(output, sent.view(-1))
         arrived = torch.empty_like(sent)
         pending = self.inner.all_to_all(arrived.view(-1), sent.view(-1))
-        return _Arriving(pending, sent, partial(self._put_mean, output, arrived, rows))
+        return Then(pending, partial(self._put_mean, output, arrived, rows), sent)
 
     def _put_mean(self, output: Tensor, arrived: Tensor, rows: Tensor) -> None:
         """Write the mean of the rows ``arrived`` into ``output``; ``rows`` may be overwritten."""
@@ -80,7 +80,7 @@ class Encoded(Wrapper):
             self._look(values[: values.numel() - self.exact].view(1, -1))
             sent = self.codec.encode([values.view(1, -1)]).view(-1)
             pending = self.inner.all_reduce_mean(sent)
-            return _Arriving(pending, sent, partial(put, sent, values))
+            return Then(pending, partial(put, sent, values), sent)
         numel = values.numel() - self.exact
         length = -(-numel // (self.world * self.codec.block)) * self.codec.block
         rows = values.new_zeros(self.world, length + self.exact)
@@ -91,7 +91,7 @@ class Encoded(Wrapper):
         rows[:, length:] = values[numel:]
         own = values.new_empty(length + self.exact)
         pending = self.reduce_scatter_mean(own, rows.view(-1))
-        return _Arriving(pending, rows, partial(self._second_hop, values, own, length))
+        return Then(pending, partial(self._second_hop, values, own, length), rows)
 
     def _look(self, values: Tensor) -> None:
         """Let ``watch`` see ``values``, unless encoding changes nothing."""
@@ -109,19 +109,6 @@ class Encoded(Wrapper):
             means = replace(self, codec=self.codec.for_means)
             means.all_gather([whole], [own[:length]]).wait()
             values[:numel].copy_(whole[:numel])
-
-
-class _Arriving:
-    """A collective of encoded data, which ``wait`` decodes."""
-
-    def __init__(self, pending: Pending, sent: Tensor, finish: partial[None]) -> None:
-        self._pending = pending
-        self._sent = sent  # kept alive until everything is sent
-        self._finish = finish
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._finish()
 
 
 def encoded(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from fullshard.comm.protocol import Done, Pending, Wrapper
+from fullshard.comm.protocol import Done, Pending, Then, Wrapper
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class HookedShards(Wrapper):
         output[: self.numel].copy_(reduced)
         flags = source.new_empty(rows.shape[1] - self.numel)
         pending = self.inner.reduce_scatter_mean(flags, rows[:, self.numel :].reshape(-1))
-        return _Copied(pending, output[self.numel :], flags)
+        return Then(pending, partial(output[self.numel :].copy_, flags))
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class HookedCopies(HookedShards):
         self.hook(self.state, gradient)  # may replace ``gradient.data``
         flags = source[self.numel :].clone()
         output[: self.numel].copy_(gradient)
-        return _Copied(self.inner.all_reduce_mean(flags), output[self.numel :], flags)
+        pending = self.inner.all_reduce_mean(flags)
+        return Then(pending, partial(output[self.numel :].copy_, flags))
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,3 @@ class Settled(Wrapper):
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """Return a collective that is already done."""
         return Done()
-
-
-@dataclass(frozen=True)
-class _Copied:
-    pending: Pending
-    output: Tensor
-    received: Tensor
-
-    def wait(self) -> None:
-        self.pending.wait()
-        self.output.copy_(self.received)

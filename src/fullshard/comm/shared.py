@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -20,7 +21,7 @@ from fullshard.comm.arena import Arena
 from fullshard.comm.local_peer import FAILED, LocalPeer, LocalPeers, Record
 from fullshard.comm.means import put_mean
 from fullshard.comm.memory import Memory, aligned
-from fullshard.comm.protocol import Pending, Splits, even_splits, put
+from fullshard.comm.protocol import Pending, Splits, Then, even_splits, put
 from fullshard.errors import LostRankError, ProtocolError
 
 
@@ -59,7 +60,7 @@ class Shared:
         rows = [output.view(self._world, -1) for output in outputs]
         for row, source in zip(rows, sources, strict=True):
             put(source, row[self._rank])
-        return _Gather(exchange, starts, rows)
+        return Then(None, partial(_end_gather, exchange, starts, rows))
 
     def reduce_scatter_mean(
         self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
@@ -69,12 +70,13 @@ class Shared:
         nbytes = aligned(rows[0].nbytes)
         others = [(r * nbytes, rows[r]) for r in self._ranks]  # no peer reads our own row
         exchange = self._start("reduction", label, self._world * nbytes, others)
-        return _Mean(exchange, self._rank * nbytes, rows[self._rank], output)
+        own = rows[self._rank]
+        return Then(None, partial(_end_reduction, exchange, self._rank * nbytes, own, output))
 
     def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
         """See ``Collectives.all_reduce_mean``; all ranks add up all values in the same order."""
         exchange = self._start("mean", label, aligned(values.nbytes), [(0, values)])
-        return _MeanOfAll(exchange, self._rank, values)
+        return Then(None, partial(_end_mean, exchange, self._rank, values))
 
     def all_to_all(
         self,
@@ -97,7 +99,7 @@ class Shared:
         exchange = self._start("exchange", label, head + source.nbytes, pieces)
         rows = [output[start : start + size] for start, size in zip(places, sizes, strict=False)]
         put(source[starts[self._rank] : starts[self._rank + 1]], rows[self._rank])
-        return _Exchanged(exchange, self._rank, head, rows)
+        return Then(None, partial(_end_exchange, exchange, self._rank, head, rows))
 
     def _start(
         self, kind: str, label: str, nbytes: int, pieces: Sequence[tuple[int, Tensor]]
@@ -244,69 +246,41 @@ def _described(record: Record, signature: str) -> str:
     return f"{signature}, {record.nbytes} bytes"
 
 
-class _Gather:
-    def __init__(self, exchange: HostExchange, starts: list[int], rows: list[Tensor]) -> None:
-        self._exchange = exchange
-        self._starts = starts
-        self._rows = rows
-
-    def wait(self) -> None:
-        for rank, laid in self._exchange.read():
-            for start, row in zip(self._starts, self._rows, strict=True):
-                target = row[rank]
-                target.copy_(laid[start : start + target.nbytes].view(target.dtype))
-        self._exchange.close()
+def _end_gather(exchange: HostExchange, starts: list[int], rows: list[Tensor]) -> None:
+    """Copy the shards of all peers, which begin at ``starts``, to their places in ``rows``."""
+    for rank, laid in exchange.read():
+        for start, row in zip(starts, rows, strict=True):
+            target = row[rank]
+            target.copy_(laid[start : start + target.nbytes].view(target.dtype))
+    exchange.close()
 
 
-class _Mean:
-    def __init__(self, exchange: HostExchange, start: int, own: Tensor, output: Tensor) -> None:
-        self._exchange = exchange
-        self._start = start
-        self._own = own
-        self._output = output
-
-    def wait(self) -> None:
-        end = self._start + self._own.nbytes
-        received = {
-            rank: laid[self._start : end].view(self._own.dtype)
-            for rank, laid in self._exchange.read()
-        }
-        put_mean(self._output, self._own, [received[rank] for rank in sorted(received)])
-        self._exchange.close()
+def _end_reduction(exchange: HostExchange, start: int, own: Tensor, output: Tensor) -> None:
+    """Write the mean of ``own`` and the peers' rows, which begin at ``start``, into ``output``."""
+    end = start + own.nbytes
+    received = {rank: laid[start:end].view(own.dtype) for rank, laid in exchange.read()}
+    put_mean(output, own, [received[rank] for rank in sorted(received)])
+    exchange.close()
 
 
-class _MeanOfAll:
-    def __init__(self, exchange: HostExchange, rank: int, values: Tensor) -> None:
-        self._exchange = exchange
-        self._rank = rank
-        self._values = values
-
-    def wait(self) -> None:
-        nbytes, dtype = self._values.nbytes, self._values.dtype
-        laid = {self._rank: self._exchange.laid, **dict(self._exchange.read())}
-        first, *others = (laid[rank][:nbytes].view(dtype) for rank in sorted(laid))
-        put_mean(self._values, first, others)
-        self._exchange.close()
+def _end_mean(exchange: HostExchange, own_rank: int, values: Tensor) -> None:
+    """Replace ``values`` by the mean over all ranks, added up in the order of ranks."""
+    laid = {own_rank: exchange.laid, **dict(exchange.read())}
+    first, *others = (laid[rank][: values.nbytes].view(values.dtype) for rank in sorted(laid))
+    put_mean(values, first, others)
+    exchange.close()
 
 
-class _Exchanged:
-    def __init__(
-        self, exchange: HostExchange, rank: int, head: int, rows: Sequence[Tensor]
-    ) -> None:
-        self._exchange = exchange
-        self._rank = rank
-        self._head = head
-        self._rows = rows
-
-    def wait(self) -> None:
-        entry = slice(16 * self._rank, 16 * self._rank + 16)
-        for rank, laid in self._exchange.read(alike=False):
-            start, length = laid[entry].view(torch.int64).tolist()
-            if length != len(self._rows[rank]):
-                raise ProtocolError(
-                    f"an exchange: rank {rank} of the process group sent {length} bytes to rank "
-                    f"{self._rank}, which expected {len(self._rows[rank])}"
-                )
-            start += self._head
-            self._rows[rank].copy_(laid[start : start + length])
-        self._exchange.close()
+def _end_exchange(exchange: HostExchange, own_rank: int, head: int, rows: Sequence[Tensor]) -> None:
+    """Copy the slices for this rank, as the tables at the start of all peers' bytes say."""
+    entry = slice(16 * own_rank, 16 * own_rank + 16)
+    for rank, laid in exchange.read(alike=False):
+        start, length = laid[entry].view(torch.int64).tolist()
+        if length != len(rows[rank]):
+            raise ProtocolError(
+                f"an exchange: rank {rank} of the process group sent {length} bytes to rank "
+                f"{own_rank}, which expected {len(rows[rank])}"
+            )
+        start += head
+        rows[rank].copy_(laid[start : start + length])
+    exchange.close()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.comm import Pending, Wrapper
+from fullshard.comm import Pending, Then, Wrapper
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,9 @@ class OnStream(Wrapper):
             pending = start()
         done = accelerator.Event()
         done.record(self.stream)
-        return _Issued(pending, done, self)
+        return Then(None, partial(self._end, done, pending))
 
-
-@dataclass(frozen=True, slots=True)
-class _Issued:
-    pending: Pending
-    done: Any
-    wire: OnStream
-
-    def wait(self) -> None:
+    def _end(self, done: Any, pending: Pending) -> None:
         """Make the current stream wait for the collective, then let ``inner`` finish its part."""
-        self.wire.accelerator.current_stream(self.wire.device).wait_event(self.done)
-        self.pending.wait()
+        self.accelerator.current_stream(self.device).wait_event(done)
+        pending.wait()
