@@ -9,7 +9,7 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -36,27 +36,19 @@ class OwnGroups(NamedTuple):
     everyone: dist.ProcessGroup
     """All ranks, for all-to-all exchanges and to compare labels."""
     gathers: Sequence[dist.ProcessGroup]
-    """This rank's column, in one group per sending host, at most ``_MOST_GROUPS`` groups.
+    """This rank's column, once for each host: the group in which that host sends its shards.
 
-    A gloo receiver first sends "ready" on the connection that then carries the data. If both ends
-    of a connection sent data, each "ready" would queue behind data, and the ends would send in
-    turns instead of at the same time.
+    They are at most ``_MOST_GROUPS`` groups. A gloo receiver first sends "ready" on the connection
+    that then carries the data. If both ends of a connection sent data, each "ready" would queue
+    behind data, and the ends would send in turns instead of at the same time.
     """
     reductions: Sequence[dist.ProcessGroup]
-    """The column in further groups. Gloo matches the collectives of a group by their order, and
-    ranks may start a reduction before or after a later gather."""
-
-    def gather_from(self, host: int) -> dist.ProcessGroup:
-        """Return the group in which ``host`` sends its shards."""
-        return self.gathers[host % len(self.gathers)]
-
-    def reduce_from(self, host: int) -> dist.ProcessGroup:
-        """Return the group in which ``host`` sends its sums."""
-        return self.reductions[host % len(self.reductions)]
+    """The same in further groups, in which hosts send their sums. Gloo matches the collectives of a
+    group by their order, and ranks may start a reduction before or after a later gather."""
 
     def all(self) -> list[dist.ProcessGroup]:
         """Return all groups."""
-        return [self.everyone, *self.gathers, *self.reductions]
+        return list(dict.fromkeys([self.everyone, *self.gathers, *self.reductions]))
 
     @classmethod
     def of(
@@ -64,20 +56,16 @@ class OwnGroups(NamedTuple):
     ) -> OwnGroups:
         """Make the groups of ``rank``, under a ``name`` that nobody else uses; a collective."""
         host, index = next((h, host.index(rank)) for h, host in enumerate(hosts) if rank in host)
+        stall = timedelta(seconds=stall_s())
 
         def column(kind: str) -> list[dist.ProcessGroup]:
-            return [
-                own_group(f"{name}/{kind}/{index}/{sender}", host, len(hosts), timeout)
-                for sender in range(min(len(hosts), _MOST_GROUPS))
-            ]
+            names = [f"{name}/{kind}/{index}/{one}" for one in range(_MOST_GROUPS)][: len(hosts)]
+            made = [_world.own_gloo_group(n, host, len(hosts), timeout, stall) for n in names]
+            return [made[sender % len(made)] for sender in range(len(hosts))]
 
-        everyone = own_group(f"{name}/all", rank, sum(map(len, hosts)), timeout)
+        world = sum(map(len, hosts))
+        everyone = _world.own_gloo_group(f"{name}/all", rank, world, timeout, stall)
         return cls(everyone, column("gathers"), column("reductions"))
-
-
-def own_group(name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a gloo group under a ``name`` that nobody else uses; a collective of its ranks."""
-    return _world.own_gloo_group(name, rank, size, timeout, timedelta(seconds=stall_s()))
 
 
 class EventFd:
@@ -123,21 +111,26 @@ class Crossing:
         self._event = event
         self._then = then
         self._exchange = exchange
-        self._num_left = 1  # one stands for ``end_of_adding``
+        self._num_left = 1  # one stands for ``start``
         self._lock = threading.Lock()
 
-    def add(self, work: dist.Work | None) -> None:
-        """Add a collective that was started."""
-        assert work is not None
-        with self._lock:
-            self._num_left += 1
-        work.get_future().then(self._take)
+    def start(
+        self, works: Iterator[dist.Work], failure: BaseException | None = None
+    ) -> BaseException | None:
+        """Start ``works``, as the iterator does; return ``failure``, or what was raised here.
 
-    def end_of_adding(self, failure: BaseException | None = None) -> None:
-        """Declare that all collectives were added; ``failure``: this rank's own error, if any."""
-        if failure is not None and not isinstance(failure, Exception):
-            failure = LostRankError(type(failure).__name__)
+        ``failure``: this rank's own error, if any.
+        """
+        try:
+            with losing_ranks():
+                for work in works:
+                    with self._lock:
+                        self._num_left += 1
+                    work.get_future().then(self._take)
+        except BaseException as error:
+            failure = failure or error.with_traceback(None)
         self._count(failure)
+        return failure
 
     def _take(self, future: torch.futures.Future[object]) -> None:
         failure = None
@@ -148,7 +141,9 @@ class Crossing:
             failure = error.with_traceback(None)
         self._count(failure)
 
-    def _count(self, failure: Exception | None) -> None:
+    def _count(self, failure: BaseException | None) -> None:
+        if failure is not None and not isinstance(failure, Exception):
+            failure = LostRankError(type(failure).__name__)
         with self._lock:
             self._failure = self._failure or failure
             self._num_left -= 1

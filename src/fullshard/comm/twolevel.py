@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,43 @@ class TwoLevels:
         rows = [output.view(self.world, -1) for output in outputs]
         for row, source in zip(rows, sources, strict=True):
             put(source, row[self.rank])
-        return _Gather(self, rows, sources, label)
+        num_hosts = len(self.hosts)
+        ends = list(accumulate(aligned(one.nbytes) for one in sources))
+        starts = [HEAD_NBYTES + start for start in (0, *ends[:-1])]
+        nbytes = HEAD_NBYTES + ends[-1]
+        at = self.host * nbytes
+        pieces = [(at + start, one) for start, one in zip(starts, sources, strict=True)]
+        exchange = self.near.lay("gather", label, num_hosts * nbytes, pieces, sources[0].dtype)
+        slots = exchange.laid.view(num_hosts, -1)
+        slots[self.host][:HEAD_NBYTES] = head_of(exchange)
+        crossing = Crossing(self.event, exchange=exchange)
+        groups = enumerate(zip(self.groups.gathers, slots, strict=True))
+        failure = crossing.start(
+            _collectives.broadcast(of_host, slot, host) for host, (of_host, slot) in groups
+        )
+        if failure is not None:
+            raise failure
+        return Then(None, partial(self._end_gather, exchange, crossing, starts, rows))
+
+    def _end_gather(
+        self,
+        exchange: HostExchange,
+        crossing: Crossing,
+        starts: Sequence[int],
+        rows: Sequence[Tensor],
+    ) -> None:
+        """Copy the shards of each column from the memory of its rank of this host."""
+        self.wait_for(exchange, lambda: crossing)
+        for peer, laid in chain([(self.rank, exchange.laid)], exchange.read(wait=self.wait)):
+            column = self.columns[peer]
+            for rank, slot in zip(column, laid.view(len(column), -1), strict=True):
+                if rank == self.rank:
+                    continue
+                check_head(slot, exchange, rank)
+                for start, row in zip(starts, rows, strict=True):
+                    target = row[rank]
+                    target.copy_(slot[start : start + target.nbytes].view(target.dtype))
+        exchange.close()
 
     def reduce_scatter_mean(
         self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
@@ -160,7 +196,7 @@ class TwoLevels:
         """
         while self._sums:
             first = self._sums[0]
-            self.wait(first.missing(), first.exchange.text())
+            self.wait(first.exchange.missing(), first.exchange.text())
 
     def _started(self, pending: _HostSum) -> _HostSum:
         self._sums.append(pending)
@@ -169,7 +205,7 @@ class TwoLevels:
 
     def _advance(self) -> None:
         """Go on with the reductions for which all rows of this host are here, in order."""
-        while self._sums and not self._sums[0].missing():
+        while self._sums and not self._sums[0].exchange.missing():
             self._sums.popleft().cross()
 
     def wait(self, missing: Sequence[LocalPeer], what: str) -> None:
@@ -179,54 +215,19 @@ class TwoLevels:
         self.event.clear()
         self._advance()
 
+    def wait_for(self, exchange: HostExchange, found: Callable[[], Crossing | None]) -> None:
+        """Wait until the collectives of the column have ended; ``found`` returns them.
 
-class _Gather:
-    """A gather in flight."""
+        A reduction or mean starts them only once the data of all ranks of this host has arrived.
 
-    def __init__(
-        self, levels: TwoLevels, rows: Sequence[Tensor], sources: Sequence[Tensor], label: str
-    ) -> None:
-        self._levels = levels
-        self._rows = rows
-        column = levels.columns[levels.rank]
-        ends = list(accumulate(aligned(one.nbytes) for one in sources))
-        self._starts = [HEAD_NBYTES + start for start in (0, *ends[:-1])]
-        nbytes = HEAD_NBYTES + ends[-1]
-        at = levels.host * nbytes
-        pieces = [(at + start, one) for start, one in zip(self._starts, sources, strict=True)]
-        dtype = sources[0].dtype
-        self._exchange = levels.near.lay("gather", label, len(column) * nbytes, pieces, dtype)
-        laid = self._exchange.laid.view(len(column), -1)
-        laid[levels.host][:HEAD_NBYTES] = head_of(self._exchange)
-        self._crossing = Crossing(levels.event, exchange=self._exchange)
-        try:
-            with losing_ranks():
-                for host, slot in enumerate(laid):
-                    group = levels.groups.gather_from(host)
-                    self._crossing.add(_collectives.broadcast(group, slot, host))
-        except BaseException as failure:
-            self._crossing.end_of_adding(failure)
-            raise
-        self._crossing.end_of_adding()
-
-    def wait(self) -> None:
-        levels, exchange = self._levels, self._exchange
-        _finish(levels, exchange, lambda: self._crossing)
-        self._take(levels.rank, exchange.laid)
-        for rank, laid in exchange.read(wait=levels.wait):
-            self._take(rank, laid)
-        exchange.close()
-
-    def _take(self, peer: int, laid: Tensor) -> None:
-        """Copy the shards of the column of ``peer``, a rank of this host, from its memory."""
-        column = self._levels.columns[peer]
-        for rank, slot in zip(column, laid.view(len(column), -1), strict=True):
-            if rank == self._levels.rank:
-                continue
-            check_head(slot, self._exchange, rank)
-            for start, row in zip(self._starts, self._rows, strict=True):
-                target = row[rank]
-                target.copy_(slot[start : start + target.nbytes].view(target.dtype))
+        Raises:
+            LostRankError: a rank is gone.
+            ProtocolError: another rank of this host runs a different collective.
+            PeerError: the error of the fault that ended the era.
+        """
+        while (crossing := found()) is None or not crossing.is_over:
+            self.wait(exchange.missing() if crossing is None else [], exchange.text())
+        crossing.check()
 
 
 class _HostSum(abc.ABC):
@@ -252,10 +253,6 @@ class _HostSum(abc.ABC):
         self._crossing: Crossing | None = None
         self._failure: BaseException | None = None
 
-    def missing(self) -> list[LocalPeer]:
-        """Return the peers of this host whose records have not arrived."""
-        return self.exchange.missing()
-
     def cross(self) -> None:
         """Add up the numbers of this host, and start to exchange the sums within the column.
 
@@ -276,17 +273,13 @@ class _HostSum(abc.ABC):
             self._received = [
                 row if host == own else torch.empty_like(row) for host, row in enumerate(self._sent)
             ]
-            crossing = Crossing(levels.event, self._ending(), self._result)
-            try:
-                with losing_ranks():
-                    for host, row in enumerate(self._received):
-                        sources = list(self._sent) if host == own else []
-                        group = levels.groups.reduce_from(host)
-                        crossing.add(_collectives.scatter(group, row, sources, host))
-            except BaseException as failure:
-                self._failure = self._failure or failure.with_traceback(None)
-            self._crossing = crossing
-            crossing.end_of_adding(self._failure)
+            self._crossing = Crossing(levels.event, self._ending(), self._result)
+            groups = enumerate(zip(levels.groups.reductions, self._received, strict=True))
+            works = (
+                _collectives.scatter(group, row, [*self._sent] if host == own else [], host)
+                for host, (group, row) in groups
+            )
+            self._failure = self._crossing.start(works, self._failure)
             if self._failure is not None and not isinstance(self._failure, Exception):
                 raise self._failure
 
@@ -307,7 +300,7 @@ class _HostSum(abc.ABC):
 
     def _finish(self) -> None:
         """Wait until the column has exchanged its sums, and check them."""
-        _finish(self._levels, self.exchange, self._found)
+        self._levels.wait_for(self.exchange, self._found)
         _check_heads(self._column, self._received, self.exchange)
 
     def _found(self) -> Crossing | None:
@@ -394,21 +387,3 @@ class _MeanOfAll(_HostSum):
             part = self._slices[levels.hosts[levels.host].index(rank)]
             part.copy_(numbers_in(laid, part))
         result.close()
-
-
-def _finish(
-    levels: TwoLevels, exchange: HostExchange, found: Callable[[], Crossing | None]
-) -> None:
-    """Wait until the collectives of the column have ended.
-
-    A reduction or mean starts them only once the data of all ranks of this host has arrived.
-
-    Raises:
-        LostRankError: a rank is gone.
-        ProtocolError: another rank of this host runs a different collective.
-        PeerError: the error of the fault that ended the era.
-    """
-    while (crossing := found()) is None or not crossing.is_over:
-        missing = exchange.missing() if crossing is None else []
-        levels.wait(missing, exchange.text())
-    crossing.check()
