@@ -37,7 +37,7 @@ from bench.contenders import FSDP1, FSDP2, PER_PARAMETER, RAGGED
 from bench.machine import table
 from fullshard._torch import collectives as _collectives
 from fullshard._torch import device as _device
-from fullshard.device.streams import CpuLanes
+from fullshard.device.streams import Lanes
 from fullshard.engine import unshard
 
 __all__ = ["LAYERS", "Launches", "as_on_a_gpu", "counted", "figures", "kernels", "report"]
@@ -190,16 +190,16 @@ def _is_tensor(value: Any) -> bool:
 def as_on_a_gpu(launches: Launches | None = None) -> Iterator[None]:
     """Let our engine do on the CPU what it does on a GPU over NCCL; count what it reads there."""
 
-    def read(lanes: CpuLanes, values: Sequence[Tensor]) -> list[list[float]]:
+    def read(lanes: Lanes, values: Sequence[Tensor]) -> list[list[float]]:
         if launches is not None:
             launches.syncs["read"] += 1
         return original(lanes, values)
 
-    original = CpuLanes.read
+    original = Lanes.read
     with (
         mock.patch.object(_device, "fuses_copies", lambda device: True),
         mock.patch.object(_collectives, "has_average", lambda group, device_type: True),
-        mock.patch.object(CpuLanes, "read", read),
+        mock.patch.object(Lanes, "read", read),
         mock.patch.object(unshard, "_DIRECT_NBYTES", unshard._DIRECT_NBYTES // SCALE),
     ):
         yield

@@ -25,7 +25,7 @@ from bench.gpu.machine import WORLD, Failed, Machine, Verdict, same
 from bench.gpu.model import SMALL, Llama, sizes_for, tokens_of
 from fullshard.comm import Done, Pending, Then, Wrapper, wrapped
 from fullshard.device import Buffer, Lane, wires
-from fullshard.device.streams import CpuLanes, Lanes, StreamLanes
+from fullshard.device.streams import Lanes, StreamLanes
 from fullshard.engine import Engine, executor
 
 __all__ = ["CONTROLS", "controls", "programs", "races"]
@@ -166,7 +166,7 @@ def programs(machine: Machine) -> list[Program]:
     return found
 
 
-class _Serial(CpuLanes):
+class _Serial(Lanes):
     """All work on the stream that is current."""
 
     def __init__(self, machine: Machine) -> None:

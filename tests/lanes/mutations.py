@@ -40,14 +40,7 @@ TRANSPORTS = frozenset(
 DRY = frozenset({"comm/dry.py", "device/dry.py"})
 """Where nothing runs, so that nothing can race."""
 EXEMPT = {
-    ("CpuLanes.wait", "pending.wait()"): "on a CPU",
-    ("StreamLanes._timing", "before.record(stream)"): "takes the time",
-    ("StreamLanes._timing", "after.record(stream)"): "takes the time",
-    (
-        "StreamLanes.stamp",
-        "event.record(self._current() if lane is Lane.COMPUTE else self._stream(lane))",
-    ): "takes the time",
-    ("StreamLanes.waited_s", "after.synchronize()"): "takes the time",
+    ("Lanes.wait", "pending.wait()"): "on a CPU",
     ("Heartbeat.end", "self._thread.join(2 * BEAT_S)"): "a thread that nothing is written by",
     ("Engine.act_all", "self.lanes.join(Lane.COMPUTE, Lane.GATHER)"): "for CUDA graphs",
     ("Engine._hear", "self.recorder.record(Event(trigger, actions))"): "records for people",

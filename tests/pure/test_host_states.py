@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.device.streams import CpuLanes
+from fullshard.device.streams import Lanes
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer
 from fullshard.optim import host as host_state
@@ -160,7 +160,7 @@ def test_what_steps_may_change_from_step_to_step() -> None:
     assert "host_fraction" not in sets.optimizer.state_dict()["param_groups"][1]
 
 
-class Marks(CpuLanes):
+class Marks(Lanes):
     """Counts how often the host waits."""
 
     num_waits = 0

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.device import Lane
-from fullshard.device.streams import CpuLanes
+from fullshard.device.streams import Lanes
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule.triggers import Transcript
 from tests.ranks.autograd import DIM, Tower, engine_of, loss_of
@@ -147,7 +147,7 @@ def test_the_machine_is_told_the_same_whatever_thread_runs_backward(
         assert found == expected
 
 
-class Joined(CpuLanes):
+class Joined(Lanes):
     """Notes which lane waits for which."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fullshard
 from bench.contenders import FSDP2, PER_PARAMETER, RAGGED
 from bench.launches import CONTENDERS, as_on_a_gpu, counted
-from fullshard.device.streams import CpuLanes
+from fullshard.device.streams import Lanes
 from fullshard.tensors import local_part
 from tests.ranks.models import Experts, fill
 from tests.ranks.pool import RankPool, every_world
@@ -113,13 +113,13 @@ def test_copies_for_a_device_are_exact(pool: RankPool, world: int, layout: str) 
 def reads() -> Iterator[list[int]]:
     """How many rows were read at a time."""
     seen: list[int] = []
-    original = CpuLanes.read
+    original = Lanes.read
 
-    def read(lanes: CpuLanes, values: Any) -> Any:
+    def read(lanes: Lanes, values: Any) -> Any:
         seen.append(len(values))
         return original(lanes, values)
 
-    with mock.patch.object(CpuLanes, "read", read):
+    with mock.patch.object(Lanes, "read", read):
         yield seen
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fullshard._torch import memory as _memory
-from fullshard.comm import Collectives, Done, Exchange, Pending
-from fullshard.device.streams import Lane, LaneEvent, Reading, Stamp
+from fullshard.comm import Done, Exchange, Pending
+from fullshard.device.streams import Lane, LaneEvent, Lanes, Reading, Stamp
 
 
 class LaneSpan(NamedTuple):
@@ -55,7 +55,7 @@ class _Arriving(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Reached:
+class _Reached(LaneEvent):
     """The time at which a lane has done the work issued before."""
 
     lanes: DryLanes
@@ -66,8 +66,8 @@ class _Reached:
         self.lanes.now_s = max(self.lanes.now_s, self.at_s)
 
 
-class DryLanes:
-    """Lanes that are clocks.
+class DryLanes(Lanes):
+    """Lanes that are clocks; collectives come to ``carry``, on the current lane.
 
     Work that is issued on a lane (``spend``) starts when the host has issued it and the lane has
     done all earlier work. The collectives of one lane and group start in order.
@@ -89,6 +89,7 @@ class DryLanes:
         in_background: bool = True,
         issue_s: float = 0.0,
     ) -> None:
+        super().__init__()
         self.now_s = 0.0
         """The host's clock, in seconds since the run began."""
         self._duration_s = duration_s
@@ -99,7 +100,6 @@ class DryLanes:
         self._at_s: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
         self._wire_at_s: dict[tuple[Lane, tuple[int, ...]], float] = {}
         self._lane = Lane.COMPUTE
-        self._waited_s = 0.0
 
     def spend(self, duration_s: float, what: str) -> None:
         """Issue work on the current lane that takes the device ``duration_s`` seconds."""
@@ -166,25 +166,14 @@ class DryLanes:
             self._waited_s += end_s - start_s
             self._note(LaneSpan("wait", start_s, end_s, what))
 
-    # Lanes
-
     @contextmanager
-    def _switched(self, lane: Lane) -> Iterator[None]:
+    def on(self, lane: Lane) -> Iterator[None]:
+        """See ``Lanes``."""
         before, self._lane = self._lane, lane
         try:
             yield
         finally:
             self._lane = before
-
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """See ``Lanes``."""
-        return self._switched(lane)
-
-    def track_stream(self) -> None:
-        """Do nothing, since COMPUTE has one stream."""
-
-    def untrack_streams(self) -> None:
-        """Do nothing, since COMPUTE has one stream."""
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """See ``Lanes``."""
@@ -194,17 +183,9 @@ class DryLanes:
             if waiter is Lane.COMPUTE and self._is_async:
                 self._waited(max(before_s, self.now_s), there_s, str(awaited))
 
-    def wire(self, lane: Lane, comm: Collectives) -> Collectives:
-        """Return ``comm`` as it is: its collectives come to ``carry``, on the current lane."""
-        return comm
-
     def wait(self, pending: Pending) -> None:
         """See ``Lanes``."""
         pending.wait()
-
-    def on_user_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Return a context that changes nothing."""
-        return nullcontext()
 
     def wait_event(self, lane: Lane, event: Any) -> None:
         """Make ``lane`` wait if ``event`` is from ``mark``; ignore other events."""
@@ -222,7 +203,3 @@ class DryLanes:
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
         """Return ones, since meta tensors have no values."""
         return [[1.0] * value.numel() for value in values]
-
-    def waited_s(self) -> float:
-        """See ``Lanes``."""
-        return self._waited_s

@@ -45,8 +45,8 @@ class Lane(enum.StrEnum):
     DEVICE_TO_HOST = "device_to_host"
 
 
-class LaneEvent(Protocol):
-    """A point in the work of a lane, which the host or another lane can wait for."""
+class LaneEvent:
+    """A point in the work of a lane that the host can wait for; on a CPU it is already reached."""
 
     def synchronize(self) -> object:
         """Block the host until the work before this point is done."""
@@ -83,11 +83,19 @@ class _EventStamp(NamedTuple):
         return seconds
 
 
-class Lanes(Protocol):
-    """The lanes of one device."""
+class Lanes:
+    """The lanes of one device; this class has those of a CPU, on which all work runs in order.
+
+    So on a CPU there are no streams to switch or wait for: work that was issued is done.
+    """
+
+    def __init__(self) -> None:
+        self._here: AbstractContextManager[None] = nullcontext()
+        self._waited_s = 0.0
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Issue the work of the ``with`` block on ``lane`` (not COMPUTE)."""
+        return self._here
 
     def track_stream(self) -> None:
         """Add the current stream to the streams of COMPUTE, because it runs computation."""
@@ -103,112 +111,59 @@ class Lanes(Protocol):
 
     def wire(self, lane: Lane, comm: Collectives) -> Collectives:
         """Return collectives like ``comm`` that run beside ``lane``; use them on this lane only."""
+        return comm
 
     def wait(self, pending: Pending) -> None:
         """Make later work on the current lane wait for a collective."""
+        start = time.perf_counter()
+        pending.wait()
+        self._waited_s += time.perf_counter() - start
 
     def on_user_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Issue the work of the ``with`` block on the user's ``stream``; None: on the current one.
 
         ``stream`` waits for work issued before the block, and later work waits for ``stream``.
         """
+        return self._here
 
     def wait_event(self, lane: Lane, event: Any) -> None:
         """Make later work on ``lane`` wait for the user's ``event``."""
 
     def mark(self) -> LaneEvent:
         """Return a point after all work issued so far on the current lane."""
+        return LaneEvent()
 
     def stamp(self, lane: Lane) -> Stamp:
         """Return a stamp after all work issued so far on ``lane`` (COMPUTE: the current stream)."""
+        return Reading(time.perf_counter())
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
         """Return the elements of each of ``values``, 1-D tensors that the current lane writes.
 
         The host blocks once, until all elements are available.
         """
+        return [one.tolist() for one in values]
 
     def waited_s(self) -> float:
         """Return the seconds that COMPUTE has waited for communication.
 
         Streams count from the first call on, and only waits that have ended. The call never blocks.
         """
-
-
-class _Past:
-    """A point that is already reached."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-
-class CpuLanes:
-    """The lanes of a CPU: work runs in order, so there are no streams to switch or wait for."""
-
-    def __init__(self) -> None:
-        self._here: AbstractContextManager[None] = nullcontext()
-        self._waited_s = 0.0
-
-    def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """Return a context that changes nothing."""
-        return self._here
-
-    def track_stream(self) -> None:
-        """Do nothing, since there are no streams."""
-
-    def untrack_streams(self) -> None:
-        """Do nothing, since there are no streams."""
-
-    def join(self, waiter: Lane, awaited: Lane) -> None:
-        """Do nothing, since all work issued so far is done."""
-
-    def wire(self, lane: Lane, comm: Collectives) -> Collectives:
-        """Return ``comm`` as it is."""
-        return comm
-
-    def wait(self, pending: Pending) -> None:
-        """Block until the collective is complete."""
-        start = time.perf_counter()
-        pending.wait()
-        self._waited_s += time.perf_counter() - start
-
-    def on_user_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Return a context that changes nothing."""
-        return self._here
-
-    def wait_event(self, lane: Lane, event: Any) -> None:
-        """Do nothing, since all work issued so far is done."""
-
-    def mark(self) -> LaneEvent:
-        """Return a point that is already reached."""
-        return _Past()
-
-    def stamp(self, lane: Lane) -> Stamp:
-        """Return the host's time."""
-        return Reading(time.perf_counter())
-
-    def read(self, values: Sequence[Tensor]) -> list[list[float]]:
-        """Return the elements, which are on the host already."""
-        return [one.tolist() for one in values]
-
-    def waited_s(self) -> float:
-        """Return the seconds spent in ``wait``."""
         return self._waited_s
 
 
-class StreamLanes:
+class StreamLanes(Lanes):
     """The lanes of an accelerator: streams, made through its ``torch.<device>`` module."""
 
     def __init__(self, accelerator: ModuleType, device: torch.device) -> None:
+        super().__init__()
         self._accelerator = accelerator
         self._device = device
         self._streams = {lane: self._new_stream() for lane in (Lane.GATHER, Lane.REDUCE)}
         self._computing: dict[Any, None] = {}  # the streams of COMPUTE, in the order first seen
         self._wires: WeakKeyDictionary[Any, dict[Lane, Any]] = WeakKeyDictionary()  # by group
-        self._waits: deque[tuple[Any, Any]] | None = (
-            None  # events around waits; None: not measured yet
-        )
-        self._waited_s = 0.0
+        # Events around waits; None: not measured yet.
+        self._waits: deque[tuple[Any, Any]] | None = None
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Make the lane's stream current."""
@@ -231,11 +186,7 @@ class StreamLanes:
         waiting, behind = self._streams_of(waiter), self._streams_of(awaited)
         if waiting == behind and len(behind) == 1:
             return
-        events = []
-        for stream in behind:
-            event = self._accelerator.Event()
-            event.record(stream)
-            events.append(event)
+        events = [self._recorded(stream) for stream in behind]
         is_wait = waiter is Lane.COMPUTE and awaited is not Lane.COMPUTE
         is_timed = is_wait and self._waits is not None
         for stream in waiting:
@@ -249,11 +200,9 @@ class StreamLanes:
         if _device.is_capturing(self._accelerator):  # captured events have no times
             yield
             return
-        before, after = (self._accelerator.Event(enable_timing=True) for _ in range(2))
-        before.record(stream)
+        before = self._recorded(stream, enable_timing=True)
         yield
-        after.record(stream)
-        self._waits.append((before, after))
+        self._waits.append((before, self._recorded(stream, enable_timing=True)))
         self._add_up()
 
     def wire(self, lane: Lane, comm: Collectives) -> Collectives:
@@ -292,15 +241,13 @@ class StreamLanes:
 
     def mark(self) -> LaneEvent:
         """Return an event recorded on the current stream."""
-        event: LaneEvent = self._accelerator.Event()
-        event.record(self._current())  # type: ignore[attr-defined]
+        event: LaneEvent = self._recorded(self._current())
         return event
 
     def stamp(self, lane: Lane) -> Stamp:
         """Return a timing event, recorded on the lane's stream."""
-        event = self._accelerator.Event(enable_timing=True)
-        event.record(self._current() if lane is Lane.COMPUTE else self._stream(lane))
-        return _EventStamp(event)
+        stream = self._current() if lane is Lane.COMPUTE else self._stream(lane)
+        return _EventStamp(self._recorded(stream, enable_timing=True))
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
         """Copy all values that are on the device to the host in one blocking copy."""
@@ -321,6 +268,12 @@ class StreamLanes:
         while waits and waits[0][1].query():
             before, after = waits.popleft()
             self._waited_s += before.elapsed_time(after) / 1e3
+
+    def _recorded(self, stream: Any, **options: bool) -> Any:
+        """Return a new event, recorded on ``stream``."""
+        event = self._accelerator.Event(**options)
+        event.record(stream)
+        return event
 
     def _new_stream(self) -> Any:
         """Make a high-priority stream, so that communication does not queue behind computation."""
@@ -345,5 +298,5 @@ class StreamLanes:
 def make_lanes(device: torch.device) -> Lanes:
     """Return the lanes of ``device``."""
     if device.type in ("cpu", "meta"):
-        return CpuLanes()
+        return Lanes()
     return StreamLanes(torch.get_device_module(device), device)
