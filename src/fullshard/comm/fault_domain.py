@@ -37,16 +37,15 @@ class Era:
         """Factory of the error to raise at the next step, which the other ranks have already
         dropped; None: no error is deferred."""
         self._lock = threading.Lock()
-        self._pipe: tuple[int, int] | None = None  # made when needed: processes may fork before
+        self._fd: int | None = None  # made when needed: processes may fork before
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable once the era has ended."""
         with self._lock:
-            if self._pipe is None:
-                self._pipe = os.pipe()
-                weakref.finalize(self, _close, self._pipe)
-                self._wake()
-            return self._pipe[0]
+            if self._fd is None:
+                self._fd = os.eventfd(int(self.error is not None), os.EFD_CLOEXEC)
+                weakref.finalize(self, os.close, self._fd)
+            return self._fd
 
     def check(self) -> None:
         """Raise the error of the fault, if the era has ended."""
@@ -72,16 +71,8 @@ class Era:
         """End the era and wake the threads that wait in it; call this once, from any thread."""
         with self._lock:
             self.error = error
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._pipe is not None and self.error is not None:
-            os.write(self._pipe[1], b".")  # never read, so it wakes every thread that polls
-
-
-def _close(fds: tuple[int, int]) -> None:
-    for fd in fds:
-        os.close(fd)
+            if self._fd is not None:
+                os.eventfd_write(self._fd, 1)  # never read, so it wakes every thread that polls
 
 
 class Interruptible(Protocol):
