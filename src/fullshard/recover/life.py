@@ -49,45 +49,6 @@ class _Snapshot(NamedTuple):
     step: int
     extra: str
 
-    def left_to(self, survivors: Sequence[int]) -> Collected:
-        """Return the part that this rank writes if only ``survivors``, original ranks, remain."""
-        return self.part.left_to(
-            {self.original_ranks.index(one): rank for rank, one in enumerate(survivors)}
-        )
-
-
-class _Source:
-    """A model and its optimizer, and the number of the step whose state they have."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._step: int | None = None
-        self._extra = ""
-        try:
-            optimizer.register_step_pre_hook(self._will_step)
-        except AttributeError as error:
-            raise UnsupportedError(
-                f"Life.load: {type(optimizer).__name__} does not support step hooks ({error}), "
-                "which show whether a step is complete; pass the optimizer that it wraps"
-            ) from error
-
-    def _will_step(self, *_: object) -> None:
-        self._step = None  # until ``reached`` is called for the new step
-
-    def reached(self, step: int, extra: Any) -> None:
-        self._step, self._extra = step, json.dumps(encode(extra, "extra"), allow_nan=False)
-
-    def snapshot(self, original_ranks: Sequence[int], rank: int) -> _Snapshot | None:
-        """Return the state of this rank, ``rank``; None in the middle of a step."""
-        if self._step is None:
-            return None
-        try:
-            part = collected(rank, len(original_ranks), self._model, self._optimizer)
-        except FullshardError as error:
-            log.warning("the state of step %d cannot be captured: %s", self._step, error)
-            return None
-        return _Snapshot(part.bare(), original_ranks, self._step, self._extra)
-
 
 class StateTransfer:
     """The state of one attempt of a job, on its way to the next attempt.
@@ -103,17 +64,28 @@ class StateTransfer:
     def __init__(self, job: str) -> None:
         memory = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
         self._folder = memory / f"fullshard-{job}"
-        self._source: _Source | None = None
+        self._tracked: tuple[nn.Module, Optimizer] | None = None
+        self._reached: tuple[int, str] | None = None  # what the tracked ones have; None: in a step
         self._snapshot: _Snapshot | None = None
 
     def track(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Set the model and the optimizer whose state ``capture`` captures."""
-        self._source = _Source(model, optimizer)
+        try:
+            optimizer.register_step_pre_hook(self._will_step)
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"Life.load: {type(optimizer).__name__} does not support step hooks ({error}), "
+                "which show whether a step is complete; pass the optimizer that it wraps"
+            ) from error
+        self._tracked, self._reached = (model, optimizer), None
+
+    def _will_step(self, *_: object) -> None:
+        self._reached = None  # until ``reached`` is called for the new step
 
     def reached(self, step: int, extra: Any) -> None:
         """Record that the model and the optimizer have the state of ``step``."""
-        if self._source is not None:
-            self._source.reached(step, extra)
+        if self._tracked is not None:
+            self._reached = step, json.dumps(encode(extra, "extra"), allow_nan=False)
 
     def capture(
         self, original_ranks: Sequence[int], rank: int, *, is_whole: bool = True
@@ -128,9 +100,16 @@ class StateTransfer:
         Returns:
             The step whose state was captured; None if there is none.
         """
-        source, self._source = self._source, None
-        if source is not None and is_whole:
-            self._snapshot = source.snapshot(original_ranks, rank)
+        tracked, self._tracked = self._tracked, None
+        if tracked is not None and is_whole:
+            self._snapshot = None
+            if self._reached is not None:
+                try:
+                    part = collected(rank, len(original_ranks), *tracked).bare()
+                    self._snapshot = _Snapshot(part, original_ranks, *self._reached)
+                except FullshardError as error:
+                    step = self._reached[0]
+                    log.warning("the state of step %d cannot be captured: %s", step, error)
         return None if self._snapshot is None else self._snapshot.step
 
     def save(self, survivors: Sequence[int]) -> None:
@@ -143,10 +122,11 @@ class StateTransfer:
         """
         snapshot = self._snapshot
         assert snapshot is not None
+        ranks = {snapshot.original_ranks.index(one): rank for rank, one in enumerate(survivors)}
         try:
             save_collected(
                 self._folder / "step-0",
-                lambda: snapshot.left_to(survivors),
+                lambda: snapshot.part.left_to(ranks),
                 decode(json.loads(snapshot.extra)),
                 step=snapshot.step,
             )

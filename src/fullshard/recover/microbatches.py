@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,21 +26,6 @@ from fullshard.tensors import find_tensors, map_tensors
 __all__ = ["Microbatches"]
 
 log = logging.getLogger("fullshard")
-
-
-@runtime_checkable
-class _Resettable(Protocol):
-    def reset_iter_state(self) -> None: ...
-
-
-@runtime_checkable
-class _Synced(Protocol):
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
-
-
-@runtime_checkable
-class _Unsynced(Protocol):
-    def no_sync(self) -> AbstractContextManager[object]: ...
 
 
 class _Outcome(enum.IntEnum):
@@ -186,9 +171,7 @@ class Microbatches:
                 loss = self._compute(compute, batch, rows)
             self._step.check()
             return _Try(rows, _Outcome.DONE, loss, None)
-        except (
-            LostRankError
-        ):  # every rank raises it: the lost rank could not join the agreement below
+        except LostRankError:  # on every rank: the lost rank could not join the agreement below
             raise
         except PeerError as error:
             return _Try(rows, _Outcome.DROPPED, None, error)
@@ -211,10 +194,12 @@ class Microbatches:
 
     def _synced(self, reduces: bool) -> AbstractContextManager[object]:
         """Reduce the gradients of the backward in the context, or accumulate them unreduced."""
-        if isinstance(self.model, _Synced):
-            self.model.set_requires_gradient_sync(reduces)
-        elif not reduces and isinstance(self.model, _Unsynced):
-            return self.model.no_sync()
+        model: Any = self.model
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(reduces)
+        elif not reduces and hasattr(model, "no_sync"):
+            unsynced: AbstractContextManager[object] = model.no_sync()
+            return unsynced
         return nullcontext()
 
     def _report(self, error: Exception, begun_s: float) -> None:
@@ -284,8 +269,9 @@ class Microbatches:
     def _drop(self) -> None:
         """Drop the gradients and the state of the step."""
         for module in self.model.modules():
-            if isinstance(module, _Resettable):
-                module.reset_iter_state()
+            reset: Any = getattr(module, "reset_iter_state", None)
+            if reset is not None:
+                reset()
         for param in self.model.parameters():
             param.grad = None
         empty_cache()
