@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 __all__ = ["counted", "in_bytes", "named_ranks"]
 
-_MOST = 8
 
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Return words such as "rank 3" or "ranks 0, 1, 2 and 5 more"."""
-    more = f" and {len(ranks) - _MOST} more" if len(ranks) > _MOST else ""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:_MOST])) + more
+def named_ranks(ranks: Sequence[int], *, most: int = 8) -> str:
+    """Return words such as "rank 3" or "ranks 0, 1, 2 and 5 more", with up to ``most`` numbers."""
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:most])) + more
 
 
 def counted(number: int, noun: str) -> str:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fullshard._torch import collectives as _collectives
 from fullshard._version import __version__
+from fullshard.comm import text as _text
 from fullshard.comm.rendezvous import own_host
 
 _SEEN = set(
@@ -137,18 +138,9 @@ def by_host(ranks: Iterable[Facts]) -> dict[str, list[Facts]]:
     return hosts
 
 
-def counted(number: int, noun: str) -> str:
-    """Return "1 rank" or "2 ranks"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def named_ranks(ranks: Sequence[Facts]) -> str:
     """Return "rank 3", or "ranks 0, 1, 2, 3 and 12 more"."""
-    numbers = [str(one.rank) for one in ranks]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    more = f" and {len(numbers) - 4} more" if len(numbers) > 4 else ""
-    return f"ranks {', '.join(numbers[:4])}{more}"
+    return _text.named_ranks([one.rank for one in ranks], most=4)
 
 
 def _versions() -> dict[str, str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import NamedTuple, TypeVar
 
-from fullshard.comm.text import in_bytes
-from fullshard.doctor.facts import Facts, by_host, counted, named_ranks
+from fullshard.comm.text import counted, in_bytes
+from fullshard.doctor.facts import Facts, by_host, named_ranks
 
 Subject = TypeVar("Subject")
 
@@ -52,31 +52,30 @@ def warning(what: str, advice: str) -> DoctorFinding:
 
 
 def named(
-    find: Callable[[Subject], DoctorFinding | None],
+    find: Callable[[Subject], Iterator[DoctorFinding]],
 ) -> Callable[[Subject], DoctorFinding | None]:
-    """Return a check whose findings have the name of the function ``find``."""
+    """Return a check: it gives the first finding of the function ``find``, with its name."""
 
     @wraps(find)
     def check(subject: Subject) -> DoctorFinding | None:
-        found = find(subject)
-        return None if found is None else found._replace(name=find.__name__)
+        return next((found._replace(name=find.__name__) for found in find(subject)), None)
 
     return check
 
 
-def _check(find: Check) -> Check:
+def _check(find: Callable[[Sequence[Facts]], Iterator[DoctorFinding]]) -> Check:
     """Add a check of all ranks to ``CHECKS``."""
     CHECKS.append(named(find))
     return CHECKS[-1]
 
 
-def _check_each_host(find: Check) -> Check:
+def _check_each_host(find: Callable[[Sequence[Facts]], Iterator[DoctorFinding]]) -> Check:
     """Add a check of one host at a time to ``CHECKS``; it reports the first host it fails on."""
 
     @wraps(find)
-    def check(ranks: Sequence[Facts]) -> DoctorFinding | None:
-        found = map(find, by_host(ranks).values())
-        return next((finding for finding in found if finding is not None), None)
+    def check(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
+        for here in by_host(ranks).values():
+            yield from find(here)
 
     return _check(check)
 
@@ -90,34 +89,32 @@ _RANK_NBYTES = 1_000_000_000  # less memory per rank is reported
 
 
 @_check
-def half_launched(ranks: Sequence[Facts]) -> DoctorFinding | None:
+def half_launched(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find a rank on which only some of the launcher's variables are set."""
     for one in ranks:
         missing = [name for name in _NEEDED if name not in one.variables]
         if missing and any(name in one.variables for name in _LAUNCHED):
             given = ", ".join(name for name in _NEEDED if name in one.variables)
-            return error(
+            yield error(
                 f"the environment has {given}, but not {', '.join(missing)}",
                 "start with torchrun, which sets all of them, or unset those an earlier job left",
             )
-    return None
 
 
 @_check
-def loopback_master(ranks: Sequence[Facts]) -> DoctorFinding | None:
+def loopback_master(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find a loopback MASTER_ADDR in a job of several hosts: each host would reach itself."""
     wrong = [one for one in ranks if _is_loopback(one.variables.get("MASTER_ADDR", ""))]
-    if not wrong or len(by_host(ranks)) == 1:
-        return None
-    return error(
-        f"MASTER_ADDR is {wrong[0].variables['MASTER_ADDR']} on {named_ranks(wrong)}, "
-        f"but there are {len(by_host(ranks))} hosts",
-        "set MASTER_ADDR to a name or address of rank 0's host that the other hosts can reach",
-    )
+    if wrong and len(by_host(ranks)) > 1:
+        yield error(
+            f"MASTER_ADDR is {wrong[0].variables['MASTER_ADDR']} on {named_ranks(wrong)}, "
+            f"but there are {len(by_host(ranks))} hosts",
+            "set MASTER_ADDR to a name or address of rank 0's host that the other hosts can reach",
+        )
 
 
 @_check
-def loopback_hostname(ranks: Sequence[Facts]) -> DoctorFinding | None:
+def loopback_hostname(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find hosts whose names resolve to loopback, where other hosts cannot reach gloo."""
     wrong = [
         one
@@ -125,201 +122,190 @@ def loopback_hostname(ranks: Sequence[Facts]) -> DoctorFinding | None:
         if "GLOO_SOCKET_IFNAME" not in one.variables
         and (not one.host.address or _is_loopback(one.host.address))
     ]
-    if not wrong or len(by_host(ranks)) == 1:
-        return None
-    host = wrong[0].host
-    resolves = f"resolves to {host.address}" if host.address else "resolves to no address"
-    return error(
-        f"the name of host {host.name} {resolves} ({named_ranks(wrong)}), so gloo binds to "
-        "loopback, where other hosts cannot reach it",
-        "set GLOO_SOCKET_IFNAME to the interface of the network, or fix /etc/hosts",
-    )
+    if wrong and len(by_host(ranks)) > 1:
+        host = wrong[0].host
+        resolves = f"resolves to {host.address}" if host.address else "resolves to no address"
+        yield error(
+            f"the name of host {host.name} {resolves} ({named_ranks(wrong)}), so gloo binds to "
+            "loopback, where other hosts cannot reach it",
+            "set GLOO_SOCKET_IFNAME to the interface of the network, or fix /etc/hosts",
+        )
 
 
 @_check
-def wrong_interface(ranks: Sequence[Facts]) -> DoctorFinding | None:
+def wrong_interface(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find a GLOO_SOCKET_IFNAME that names a missing interface, or loopback for several hosts."""
     several = len(by_host(ranks)) > 1
     for one in ranks:
         given = one.variables.get("GLOO_SOCKET_IFNAME")
         for name in () if given is None else given.split(","):
             if name not in one.host.interfaces or (several and name == "lo"):
-                return error(
+                yield error(
                     f"GLOO_SOCKET_IFNAME is {given} on rank {one.rank}, but host {one.host.name} "
                     f"has {', '.join(one.host.interfaces)}",
                     "set GLOO_SOCKET_IFNAME to the interface of the network, or unset it",
                 )
-    return None
 
 
 @_check
-def versions_differ(ranks: Sequence[Facts]) -> DoctorFinding | None:
+def versions_differ(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find ranks whose Python, PyTorch, fullshard or NCCL backend differs from rank 0's."""
     for name in _MUST_AGREE:
         first = ranks[0].versions.get(name, "missing")
         others = [one for one in ranks if one.versions.get(name, "missing") != first]
         if others:
             second = others[0].versions.get(name, "missing")
-            return error(
+            yield error(
                 f"{name} is {first} on rank 0, but {second} on {named_ranks(others)}",
                 "set TORCH_DIST_USE_NCCL2 to the same value on all ranks, or on none"
                 if name == "nccl backend" and "missing" not in (first, second)
                 else "install the same environment on all hosts, or share one",
             )
-    return None
 
 
 @_check_each_host
-def gpu_shared(here: Sequence[Facts]) -> DoctorFinding | None:
+def gpu_shared(here: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find a GPU that several ranks would use."""
-    used = Counter(one.gpu for one in here if one.gpu is not None)
-    shared = next((gpu for gpu, count in used.items() if count > 1), None)
-    if shared is None:
-        return None
-    return error(
-        f"{named_ranks([one for one in here if one.gpu == shared])} would share one GPU of host "
-        f"{here[0].host.name}, which NCCL refuses",
-        "give each rank of a host its own LOCAL_RANK, and start one rank per GPU",
-    )
+    for gpu, count in Counter(one.gpu for one in here if one.gpu is not None).items():
+        if count > 1:
+            yield error(
+                f"{named_ranks([one for one in here if one.gpu == gpu])} would share one GPU of "
+                f"host {here[0].host.name}, which NCCL refuses",
+                "give each rank of a host its own LOCAL_RANK, and start one rank per GPU",
+            )
 
 
 @_check
-def gpu_missing(ranks: Sequence[Facts]) -> DoctorFinding | None:
+def gpu_missing(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find ranks that see GPUs, but none with the number LOCAL_RANK."""
     wrong = [one for one in ranks if one.gpus and one.gpu is None]
-    if not wrong:
-        return None
-    first = wrong[0]
-    visible = first.variables.get("CUDA_VISIBLE_DEVICES")
-    masked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-    return error(
-        f"rank {first.rank} has LOCAL_RANK {first.local_rank}, but sees "
-        f"{counted(len(first.gpus), 'GPU')}{masked}",
-        "start as many ranks on a host as it has GPUs, and let each rank see all of them",
-    )
+    if wrong:
+        first = wrong[0]
+        visible = first.variables.get("CUDA_VISIBLE_DEVICES")
+        masked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        yield error(
+            f"rank {first.rank} has LOCAL_RANK {first.local_rank}, but sees "
+            f"{counted(len(first.gpus), 'GPU')}{masked}",
+            "start as many ranks on a host as it has GPUs, and let each rank see all of them",
+        )
 
 
 @_check_each_host
-def gpus_unseen(here: Sequence[Facts]) -> DoctorFinding | None:
+def gpus_unseen(here: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find NVIDIA devices that no rank of the host can use."""
     first = here[0]
     num_seen = len({gpu.uuid for one in here for gpu in one.gpus})
     if first.host.num_nvidia <= num_seen:
-        return None
+        return
     num_there = counted(first.host.num_nvidia, "NVIDIA device")
     what = f"host {first.host.name} has {num_there}, of which its ranks see {num_seen}"
     if "cuda" not in first.versions:
-        return error(
+        yield error(
             f"{what}: PyTorch {first.versions['torch']} was built without CUDA",
             "install a build of PyTorch for CUDA (pytorch.org/get-started)",
         )
-    if (mask := first.variables.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return warning(
+    elif (mask := first.variables.get("CUDA_VISIBLE_DEVICES")) is not None:
+        yield warning(
             f"{what}: CUDA_VISIBLE_DEVICES is {mask!r}",
             "unset CUDA_VISIBLE_DEVICES, unless other jobs use these GPUs",
         )
-    return error(
-        f"{what}: the driver's version is {first.host.driver or 'unknown'}",
-        "run nvidia-smi; the driver may be too old for this build of PyTorch",
-    )
+    else:
+        yield error(
+            f"{what}: the driver's version is {first.host.driver or 'unknown'}",
+            "run nvidia-smi; the driver may be too old for this build of PyTorch",
+        )
 
 
 @_check
-def no_nccl(ranks: Sequence[Facts]) -> DoctorFinding | None:
+def no_nccl(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find ranks that see GPUs, but whose PyTorch has no NCCL to communicate between GPUs."""
     wrong = [one for one in ranks if one.gpus and "nccl" not in one.backends]
-    if not wrong:
-        return None
-    return error(
-        f"PyTorch on {named_ranks(wrong)} sees GPUs, but its only backends are "
-        f"{', '.join(wrong[0].backends)}",
-        "install a build of PyTorch with NCCL",
-    )
+    if wrong:
+        yield error(
+            f"PyTorch on {named_ranks(wrong)} sees GPUs, but its only backends are "
+            f"{', '.join(wrong[0].backends)}",
+            "install a build of PyTorch with NCCL",
+        )
 
 
 @_check
-def uneven_hosts(ranks: Sequence[Facts]) -> DoctorFinding | None:
+def uneven_hosts(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find hosts with different numbers of ranks."""
     counts = {here[0].host.name: len(here) for here in by_host(ranks).values()}
-    if len(set(counts.values())) < 2:
-        return None
-    listed = ", ".join(f"{count} on {name}" for name, count in counts.items())
-    return warning(
-        f"hosts have different numbers of ranks: {listed}",
-        "start equally many ranks on each host; one replica per host (HSDP) needs that",
-    )
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{count} on {name}" for name, count in counts.items())
+        yield warning(
+            f"hosts have different numbers of ranks: {listed}",
+            "start equally many ranks on each host; one replica per host (HSDP) needs that",
+        )
 
 
 @_check
-def clocks_differ(ranks: Sequence[Facts]) -> DoctorFinding | None:
+def clocks_differ(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find ranks whose clock differs from that of rank 0."""
     wrong = [one for one in ranks if one.clock_error_s > _CLOCK_S]
-    if not wrong:
-        return None
-    worst_s = max(one.clock_error_s for one in wrong)
-    return warning(
-        f"the clock of {named_ranks(wrong)} differs from rank 0's by at least {worst_s:.1f} s",
-        "synchronise the clocks (NTP), so that times in logs and checkpoints can be compared",
-    )
+    if wrong:
+        worst_s = max(one.clock_error_s for one in wrong)
+        yield warning(
+            f"the clock of {named_ranks(wrong)} differs from rank 0's by at least {worst_s:.1f} s",
+            "synchronise the clocks (NTP), so that times in logs and checkpoints can be compared",
+        )
 
 
 @_check_each_host
-def too_many_threads(here: Sequence[Facts]) -> DoctorFinding | None:
+def too_many_threads(here: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find hosts whose ranks have more threads than cores."""
     cores, threads = _num_cores(here), sum(one.num_threads for one in here)
-    if threads <= cores:
-        return None
-    per_rank = cores // len(here)
-    return warning(
-        f"host {here[0].host.name} runs {counted(threads, 'thread')} of "
-        f"{counted(len(here), 'rank')} on {counted(cores, 'core')}",
-        f"set OMP_NUM_THREADS={per_rank}" if per_rank else "start fewer ranks",
-    )
+    if threads > cores:
+        per_rank = cores // len(here)
+        yield warning(
+            f"host {here[0].host.name} runs {counted(threads, 'thread')} of "
+            f"{counted(len(here), 'rank')} on {counted(cores, 'core')}",
+            f"set OMP_NUM_THREADS={per_rank}" if per_rank else "start fewer ranks",
+        )
 
 
 @_check_each_host
-def idle_cores(here: Sequence[Facts]) -> DoctorFinding | None:
+def idle_cores(here: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find hosts without GPUs whose ranks use less than half of the cores."""
     cores, threads = _num_cores(here), sum(one.num_threads for one in here)
-    if 2 * threads > cores or any(one.gpus for one in here):
-        return None
-    return warning(
-        f"host {here[0].host.name} runs {counted(threads, 'thread')} of "
-        f"{counted(len(here), 'rank')} on {cores} cores, and has no GPU",
-        f"set OMP_NUM_THREADS={cores // len(here)}; torchrun sets it to 1",
-    )
+    if 2 * threads <= cores and not any(one.gpus for one in here):
+        yield warning(
+            f"host {here[0].host.name} runs {counted(threads, 'thread')} of "
+            f"{counted(len(here), 'rank')} on {cores} cores, and has no GPU",
+            f"set OMP_NUM_THREADS={cores // len(here)}; torchrun sets it to 1",
+        )
 
 
 @_check_each_host
-def little_memory(here: Sequence[Facts]) -> DoctorFinding | None:
+def little_memory(here: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find hosts with less memory per rank than PyTorch and a small model need."""
     host = here[0].host
     each = host.usable_nbytes // len(here)
-    if each >= _RANK_NBYTES:
-        return None
-    why = "the machine has" if host.limit_nbytes is None else "the control group allows"
-    return warning(
-        f"each rank on host {host.name} has {in_bytes(each)} of memory: {why} "
-        f"{in_bytes(host.usable_nbytes)} for {counted(len(here), 'rank')}",
-        "request more memory, or start fewer ranks; a process that exceeds it is killed silently",
-    )
+    if each < _RANK_NBYTES:
+        why = "the machine has" if host.limit_nbytes is None else "the control group allows"
+        yield warning(
+            f"each rank on host {host.name} has {in_bytes(each)} of memory: {why} "
+            f"{in_bytes(host.usable_nbytes)} for {counted(len(here), 'rank')}",
+            "request more memory, or start fewer ranks; a process that exceeds it is killed "
+            "silently",
+        )
 
 
 @_check_each_host
-def little_shared_memory(here: Sequence[Facts]) -> DoctorFinding | None:
+def little_shared_memory(here: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find a /dev/shm that is too small for NCCL and for DataLoader workers."""
     host = here[0].host
-    if host.shm_nbytes is None or host.shm_nbytes >= _SHM_NBYTES:
-        return None
-    return warning(
-        f"/dev/shm has {in_bytes(host.shm_nbytes)} on host {host.name}; NCCL and DataLoader "
-        "workers need more (fullshard's own shared memory does not use it)",
-        "start the container with --ipc=host or --shm-size=8g",
-    )
+    if host.shm_nbytes is not None and host.shm_nbytes < _SHM_NBYTES:
+        yield warning(
+            f"/dev/shm has {in_bytes(host.shm_nbytes)} on host {host.name}; NCCL and DataLoader "
+            "workers need more (fullshard's own shared memory does not use it)",
+            "start the container with --ipc=host or --shm-size=8g",
+        )
 
 
 @_check
-def few_open_files(ranks: Sequence[Facts]) -> DoctorFinding | None:
+def few_open_files(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find a limit of open files that connections to all ranks may exceed.
 
     A rank opens a socket to each other rank in each of two or three process groups, and a file per
@@ -327,13 +313,12 @@ def few_open_files(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """
     needed = 200 + 4 * (len(ranks) - 1)
     wrong = [one for one in ranks if 0 <= one.max_files < needed]
-    if not wrong:
-        return None
-    return warning(
-        f"{named_ranks(wrong)} may open {wrong[0].max_files} files; {len(ranks)} ranks may need "
-        f"{needed}",
-        "raise the limit before the start: ulimit -n 65536",
-    )
+    if wrong:
+        yield warning(
+            f"{named_ranks(wrong)} may open {wrong[0].max_files} files; {len(ranks)} ranks may "
+            f"need {needed}",
+            "raise the limit before the start: ulimit -n 65536",
+        )
 
 
 def _is_loopback(address: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -72,12 +72,8 @@ class Report:
     @property
     def findings(self) -> list[DoctorFinding]:
         """Return the findings from facts, errors first, then those from measurements."""
-        measured = [
-            finding
-            for finding in (slow_rank(self.speeds), slow_dim(self.dims), slow_group(self.dims))
-            if finding is not None
-        ]
-        return findings_of(self.ranks) + measured
+        measured = slow_rank(self.speeds), slow_dim(self.dims), slow_group(self.dims)
+        return [*findings_of(self.ranks), *filter(None, measured)]
 
     @property
     def exitcode(self) -> int:
@@ -112,49 +108,42 @@ _SLOW_DIM = 0.25  # a dim below this share of another dim's bandwidth is slow
 
 
 @named
-def slow_rank(speeds: Sequence[Speed]) -> DoctorFinding | None:
+def slow_rank(speeds: Sequence[Speed]) -> Iterator[DoctorFinding]:
     """Find a rank that computes much more slowly than the others."""
     rates = [speed.flops["float32"] for speed in speeds]
-    if len(rates) < 2:
-        return None
-    slowest, median = min(range(len(rates)), key=rates.__getitem__), statistics.median(rates)
-    if rates[slowest] >= _SLOW_RANK * median:
-        return None
-    return warning(
-        f"rank {slowest} multiplies matrices at {rates[slowest] / median:.0%} of the median rate; "
-        "all other ranks wait for it",
-        "look for other processes, fewer threads, or a hot or throttled device",
-    )
+    if rates and min(rates) < _SLOW_RANK * (median := statistics.median(rates)):
+        yield warning(
+            f"rank {rates.index(min(rates))} multiplies matrices at {min(rates) / median:.0%} of "
+            "the median rate; all other ranks wait for it",
+            "look for other processes, fewer threads, or a hot or throttled device",
+        )
 
 
 @named
-def slow_group(dims: Sequence[Dim]) -> DoctorFinding | None:
+def slow_group(dims: Sequence[Dim]) -> Iterator[DoctorFinding]:
     """Find a group that communicates much more slowly than the others of its dim."""
     for dim in dims:
         rates = {group.wire.ranks: group.bandwidth() for group in dim.groups if group.timings}
-        if len(rates) > 1:
-            slowest, median = min(rates, key=rates.__getitem__), statistics.median(rates.values())
-            if rates[slowest] < _SLOW_GROUP * median:
-                return warning(
-                    f"the group of ranks {', '.join(map(str, slowest))} (dim {dim.name}) has "
-                    f"{rates[slowest] / median:.0%} of the median bandwidth of its dim",
-                    "check the cables and interfaces of their hosts, and other jobs there",
-                )
-    return None
+        slowest = min(rates, key=rates.__getitem__, default=())
+        if rates and rates[slowest] < _SLOW_GROUP * (median := statistics.median(rates.values())):
+            yield warning(
+                f"the group of ranks {', '.join(map(str, slowest))} (dim {dim.name}) has "
+                f"{rates[slowest] / median:.0%} of the median bandwidth of its dim",
+                "check the cables and interfaces of their hosts, and other jobs there",
+            )
 
 
 @named
-def slow_dim(dims: Sequence[Dim]) -> DoctorFinding | None:
+def slow_dim(dims: Sequence[Dim]) -> Iterator[DoctorFinding]:
     """Find a dim much slower than another dim with the same transport, or than a dim outside it."""
     measured = [dim for dim in dims if any(group.timings for group in dim.groups)]
     for i, dim in enumerate(measured):
         for j, other in enumerate(measured):
             is_comparable = i > j or dim.carriers() == other.carriers()
             if is_comparable and dim.bandwidth() < _SLOW_DIM * other.bandwidth():
-                return warning(
+                yield warning(
                     f"dim {dim.name} has {dim.bandwidth() / other.bandwidth():.0%} of the "
                     f"bandwidth of dim {other.name}",
                     "order ranks so that the inner dim (the last one), which carries the "
                     "parameters, connects ranks on the same host or on the fastest network",
                 )
-    return None

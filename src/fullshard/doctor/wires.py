@@ -14,8 +14,9 @@ from fullshard.comm import Collectives
 from fullshard.comm.c10d import default_choice, way_of
 from fullshard.comm.rendezvous import SWITCH, TRANSPORT, Wish
 from fullshard.comm.shared import Shared
+from fullshard.comm.text import counted
 from fullshard.comm.twolevel import TwoLevels
-from fullshard.doctor.facts import Facts, by_host, counted, named_ranks
+from fullshard.doctor.facts import Facts, by_host, named_ranks
 from fullshard.errors import ConfigError
 
 SHARED_MEMORY = "shared memory"
