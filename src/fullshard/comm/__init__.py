@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from fullshard.comm.blocking import (
     all_reduce,
-    all_same,
     all_to_all,
     broadcast_from_first,
     broadcast_object_from_first,

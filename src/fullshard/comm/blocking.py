@@ -151,30 +151,21 @@ def broadcast_from_first(values: Tensor, mesh: DeviceMesh) -> None:
 
 def broadcast_object_from_first(value: Any, mesh: DeviceMesh) -> Any:
     """Return the ``value`` of the first rank of ``mesh``; it is sent pickled."""
-    for dim in range(mesh.ndim):
-        value = _object_from_first(value, mesh.get_group(dim))
-    return value
-
-
-def _object_from_first(value: Any, group: dist.ProcessGroup) -> Any:
     box = [value]
 
-    def call() -> Any:
+    def broadcast() -> None:
         dist.broadcast_object_list(box, group=group, group_src=0)
-        return box[0]
 
-    return transferred(group, "objects", call)
+    for group in map(mesh.get_group, range(mesh.ndim)):
+        transferred(group, "objects", broadcast)
+    return box[0]
 
 
 def gather_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return what each rank of ``group`` passed as ``own``, by rank; any small pickled values."""
     found: list[Any] = [None] * group.size()
-
-    def call() -> list[Any]:
-        dist.all_gather_object(found, own, group=group)
-        return found
-
-    return transferred(group, "objects", call)
+    transferred(group, "objects", lambda: dist.all_gather_object(found, own, group=group))
+    return found
 
 
 def gather_over(own: Any, mesh: DeviceMesh) -> list[Any]:
@@ -183,15 +174,6 @@ def gather_over(own: Any, mesh: DeviceMesh) -> list[Any]:
     for dim in range(mesh.ndim):
         found = [one for those in gather_objects(found, mesh.get_group(dim)) for one in those]
     return found
-
-
-def all_same(value: bytes, mesh: DeviceMesh) -> bool:
-    """Return whether ``value``, a digest of larger data, is equal on all ranks of ``mesh``."""
-    same: bytes | None = value
-    for dim in range(mesh.ndim):
-        found = gather_objects(same, mesh.get_group(dim))
-        same = value if all(one == value for one in found) else None
-    return same is not None
 
 
 def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,51 +22,30 @@ _TINY = torch.finfo(_EXACT).tiny  # the smallest scale: a block of zeros must no
 _ROW_NBYTES = 16  # what rows of bytes are a multiple of, as some backends want
 
 
-class Codec(Protocol):
-    """A frozen value that says how values travel."""
-
-    @property
-    def block(self) -> int:
-        """The number of elements that must stay together, where values are cut into slices."""
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of each element as it travels, if that is all; None: blocks with scales."""
-
-    @property
-    def for_means(self) -> Codec:
-        """How means travel, which were encoded before, and whose errors fewer sums make smaller."""
-
-    def encode(self, values: Sequence[Tensor], exact: int = 0) -> Tensor:
-        """Return what travels instead of ``values``, ``[rows, n]`` each, as ``[rows, m]``.
-
-        The last ``exact`` columns of the last tensor are not encoded.
-        """
-
-    def decode(self, sent: Tensor, outputs: Sequence[Tensor], exact: int = 0) -> None:
-        """Decode ``sent`` into ``outputs``, ``[rows, n]`` each."""
-
-
 @dataclass(frozen=True)
 class Cast:
     """A codec that rounds fp32 to a narrower dtype; values of 16 bits travel as they are."""
 
     dtype: torch.dtype
+    """The dtype of each element as it travels."""
 
     block = 1
 
     @property
     def for_means(self) -> Cast:
-        """The same."""
+        """The codec of means: the same."""
         return self
 
     def encode(self, values: Sequence[Tensor], exact: int = 0) -> Tensor:
-        """Return ``values`` in the narrow dtype, or the only one as it is if it has 16 bits."""
+        """Return what travels instead of ``values``, ``[rows, n]`` each, as ``[rows, m]``.
+
+        Values of 16 bits travel as they are.
+        """
         joined = values[0] if len(values) == 1 else torch.cat(list(values), dim=1)
         return joined.to(self.dtype) if joined.itemsize > self.dtype.itemsize else joined
 
     def decode(self, sent: Tensor, outputs: Sequence[Tensor], exact: int = 0) -> None:
-        """Copy ``sent`` to ``outputs``."""
+        """Decode ``sent`` into ``outputs``, ``[rows, n]`` each."""
         parts = sent.split([output.shape[1] for output in outputs], dim=1)
         for output, part in zip(outputs, parts, strict=True):
             output.copy_(part)
@@ -90,12 +68,16 @@ class Blocks:
     kind: torch.dtype
     """``torch.int8``, ``torch.float8_e4m3fn``, or ``INT4``, two to a byte."""
     block: int
+    """The number of elements that must stay together, where values are cut into slices."""
 
     dtype = None
 
     @property
     def for_means(self) -> Blocks:
-        """Int8 for int4, or means would be off by half as much again."""
+        """The codec of means: int8 for int4, or means would be off by half as much again.
+
+        Means were encoded before, and fewer sums make their errors smaller.
+        """
         return replace(self, kind=torch.int8) if self._halves else self
 
     @property
@@ -121,7 +103,7 @@ class Blocks:
         return -(-max(nbytes, 1) // _ROW_NBYTES) * _ROW_NBYTES
 
     def encode(self, values: Sequence[Tensor], exact: int = 0) -> Tensor:
-        """See ``Codec``; the result is bytes."""
+        """See ``Cast``; the result is bytes. The last ``exact`` columns are not encoded."""
         *first, last = values
         numel = last.shape[1] - exact
         blocks = self._blocks([*first, last[:, :numel]])
@@ -145,7 +127,7 @@ class Blocks:
         return sent
 
     def decode(self, sent: Tensor, outputs: Sequence[Tensor], exact: int = 0) -> None:
-        """See ``Codec``."""
+        """See ``Cast``; the last ``exact`` columns are not encoded."""
         *first, last = outputs
         numel = last.shape[1] - exact
         targets = [*first, last[:, :numel]]
@@ -191,6 +173,10 @@ class Blocks:
         ]
         joined = filled[0] if len(filled) == 1 else torch.cat(filled, dim=1)
         return joined.view(len(joined), joined.shape[1] // self.block, self.block)
+
+
+Codec = Cast | Blocks
+"""A frozen value that says how values travel."""
 
 
 def round_trip(codec: Codec, values: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fullshard._torch import world as _world
-from fullshard.comm.mesh import Wire, choose_wire
+from fullshard.comm.mesh import choose_wire
 from fullshard.comm.protocol import Done, Label, Pending, put
 
 
@@ -160,11 +161,8 @@ def dry_world(
         adds_wide: the ``adds_wide`` of the collectives.
         device_type: the device type that the CPUs in the meshes of this world stand for.
     """
-
-    def wire(group: dist.ProcessGroup, device_type: str) -> DryWire:
-        return DryWire(group, tuple(dist.get_process_group_ranks(group)), adds_wide, carry)
-
-    with _other_world(size, rank, wire, device_type, serves="cpu"):
+    make = partial(DryWire, adds_wide=adds_wide, carry=carry)
+    with _other_world(size, rank, make, device_type, serves="cpu"):
         yield
 
 
@@ -177,19 +175,18 @@ def mirror_world(
     As in ``dry_world``, but collectives have results (``MirrorWire``), and the meshes are those of
     devices of ``device_type``, so that real models can run.
     """
-
-    def wire(group: dist.ProcessGroup, device_type: str) -> DryWire:
-        ranks = tuple(dist.get_process_group_ranks(group))
-        return MirrorWire(group, ranks, adds_wide, lambda exchange: Done())
-
-    with _other_world(size, rank, wire, device_type, serves=device_type):
+    make = partial(MirrorWire, adds_wide=adds_wide, carry=lambda exchange: Done())
+    with _other_world(size, rank, make, device_type, serves=device_type):
         yield
 
 
 @contextmanager
 def _other_world(
-    size: int, rank: int, wire: Wire, device_type: str, *, serves: str
+    size: int, rank: int, make: Callable[..., DryWire], device_type: str, *, serves: str
 ) -> Iterator[None]:
+    def wire(group: dist.ProcessGroup, device_type: str) -> DryWire:
+        return make(group, tuple(dist.get_process_group_ranks(group)))
+
     token = _device_type.set(device_type)
     try:
         with world_lock, _world.other_world(size, rank, serves):

@@ -191,11 +191,7 @@ def mesh_of_groups(
     """
     rows: list[list[int]] = [[] for _ in range(replicas.size())]
     own = dist.get_process_group_ranks(shards)
-
-    def call() -> None:
-        dist.all_gather_object(rows, own, group=replicas)
-
-    transferred(replicas, "ranks", call)
+    transferred(replicas, "ranks", lambda: dist.all_gather_object(rows, own, group=replicas))
     ranks = [rank for row in rows for rank in row]
     if len(set(ranks)) < len(ranks) or len({len(row) for row in rows}) > 1:
         raise ConfigError(

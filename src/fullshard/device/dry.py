@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fullshard._torch import memory as _memory
-from fullshard.comm import Done, Exchange, Pending
+from fullshard.comm import Done, Exchange, Pending, Then
 from fullshard.device.streams import Lane, LaneEvent, Lanes, Reading, Stamp
 
 
@@ -37,21 +38,6 @@ def dry_host_tensor(numel: int, dtype: torch.dtype) -> Tensor:
 def is_at_home(storage: torch.UntypedStorage) -> bool:
     """Return whether ``storage`` belongs to a ``dry_host_tensor``."""
     return getattr(storage, "at_home", False)
-
-
-class _Arriving(NamedTuple):
-    """A collective that was started."""
-
-    lanes: DryLanes
-    end_s: float
-    """The time at which the collective ends, if it runs in the background."""
-    busy_s: float
-    """The seconds that a wait takes to run the collective; 0: it runs in the background."""
-    exchange: Exchange
-
-    def wait(self) -> None:
-        """Make the current lane wait for the collective."""
-        self.lanes.arrive(self)
 
 
 @dataclass(frozen=True)
@@ -124,26 +110,29 @@ class DryLanes(Lanes):
             return Done()
         took_s = self._duration_s(exchange)
         if not self._in_background:
-            return _Arriving(self, 0.0, took_s, exchange)
+            return Then(None, partial(self._arrive, exchange.what, 0.0, took_s))
         key = self._lane, exchange.ranks
         ready_s = max(self.now_s, self._at_s[self._lane])
         start_s = max(ready_s, self._wire_at_s.get(key, 0.0))
         self._wire_at_s[key] = end_s = start_s + took_s
         self._note(LaneSpan("wire", start_s, end_s, exchange.what))
-        return _Arriving(self, end_s, 0.0, exchange)
+        return Then(None, partial(self._arrive, exchange.what, end_s, 0.0))
 
-    def arrive(self, pending: _Arriving) -> None:
-        """Make the current lane wait until ``pending`` is done."""
+    def _arrive(self, what: str, end_s: float, busy_s: float) -> None:
+        """Make the current lane wait for a collective.
+
+        Args:
+            what: the collective.
+            end_s: the time at which it ends, if it runs in the background.
+            busy_s: the seconds that a wait takes to run it; 0: it runs in the background.
+        """
         before_s = max(self.now_s, self._at_s[self._lane])
-        if pending.busy_s:
-            start_s = before_s
-            end_s = start_s + pending.busy_s
-            self._note(LaneSpan("wire", start_s, end_s, pending.exchange.what))
-        else:
-            end_s = max(before_s, pending.end_s)
+        end_s = before_s + busy_s if busy_s else max(before_s, end_s)
+        if busy_s:
+            self._note(LaneSpan("wire", before_s, end_s, what))
         self._at_s[self._lane] = end_s
         if not self._is_async:
-            self._waited(before_s, end_s, pending.exchange.what)
+            self._waited(before_s, end_s, what)
         self._keep_up(end_s)
 
     def end(self) -> float:

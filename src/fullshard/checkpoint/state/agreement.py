@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard.checkpoint.state.rows import some
-from fullshard.comm import all_same, broadcast_object_from_first, gather_over
+from fullshard.comm import broadcast_object_from_first, gather_over
 from fullshard.errors import ConfigError
 from fullshard.optim.probe import held_by
 
@@ -150,7 +150,8 @@ def check_alike(
         Exception: ``failure``, if all ranks fail for the same reason.
     """
     own = list(items) if failure is None else [Item("", str(failure))]
-    if mesh is not None and not all_same(sha256(repr(own).encode()).digest(), mesh):
+    digest = sha256(repr(own).encode()).digest()
+    if mesh is not None and len({*gather_over(digest, mesh)}) > 1:
         first = broadcast_object_from_first(own, mesh)
         first_failed = bool(first) and not first[0].name
         if told is not None and failure is None:
