@@ -17,8 +17,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fullshard.comm.memory import Memory
@@ -81,32 +81,17 @@ def listen(listening: socket.socket, name: bytes) -> bool:
 
 @dataclass
 class _Call:
-    """A connection to a process of our user.
-
-    Each end sends a hello, a proof and its memory: the caller sends its hello first. Each end
-    sends its proof after the peer's hello has come, and its memory after the peer's proof.
-    """
+    """A connection to a process of our user."""
 
     connection: socket.socket
-    peer: int | None
-    """Rank of the peer; None if the peer called us and has not sent its rank yet."""
-    has_called: bool
-    """True if this rank called."""
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NBYTES))
-    """Random bytes from which the peer computes its proof."""
-    peer_nonce: bytes = b""
+    talk: Generator[int, bytes, None]
+    """The handshake, which yields how many bytes it waits for; 0: until the next turn."""
+    wanted: int
+    """What ``talk`` has yielded last."""
     received: bytes = b""
     """Bytes of a message that is incomplete."""
     fd: int = -1
     """File descriptor of the peer's memory, which ``close`` closes; -1: not yet received."""
-    num_sent: int = 0
-    """Number of messages."""
-    num_received: int = 0
-
-    def may_send(self) -> bool:
-        """Return whether the next message is due."""
-        at_least = max(self.num_sent, 0 if self.has_called else 1)
-        return self.num_sent < len(_SIZES) and self.num_received >= at_least
 
     def close(self) -> None:
         self.connection.close()
@@ -144,8 +129,8 @@ class Handshake:
                 for peer in list(self._uncalled):
                     self._call(peer)
                 self._attend(listening)
-                for call in list(self._calls.values()):
-                    self._send_due(call)
+                for call in [one for one in self._calls.values() if not one.wanted]:
+                    self._go_on(call)
         return self._has_met_all()
 
     def _has_met_all(self) -> bool:
@@ -180,9 +165,12 @@ class Handshake:
         return connection
 
     def _add(self, connection: socket.socket, peer: int | None) -> None:
+        """Begin a handshake with rank ``peer``, if we called; None: with a caller."""
         connection.setblocking(False)
         if _is_of_our_user(connection):
-            self._calls[connection.fileno()] = _Call(connection, peer, has_called=peer is not None)
+            fileno = connection.fileno()
+            self._calls[fileno] = call = _Call(connection, self._talk(fileno, peer), 0)
+            self._go_on(call)
         else:
             connection.close()
             if peer is not None:
@@ -191,7 +179,8 @@ class Handshake:
     def _attend(self, listening: socket.socket) -> None:
         """Accept new connections and receive from open ones; wait ``_RETRY_S`` at most."""
         poll = select.poll()
-        for fileno in (listening.fileno(), *self._calls):
+        waiting = [fileno for fileno, call in self._calls.items() if call.wanted]
+        for fileno in (listening.fileno(), *waiting):
             poll.register(fileno, select.POLLIN)
         for fileno, _ in poll.poll(1000 * _RETRY_S):
             if fileno in self._calls:
@@ -201,13 +190,9 @@ class Handshake:
                     self._add(listening.accept()[0], None)
 
     def _receive(self, call: _Call) -> None:
-        """Receive from ``call``; close it if the message is not that of an expected rank."""
-        if call.num_received == len(_SIZES):  # the peer has sent all, so it has hung up
-            self._drop(call)
-            return
-        missing = _SIZES[call.num_received] - len(call.received)
+        """Receive from ``call``; go on with it once a message is complete."""
         try:
-            part, fds, *_ = socket.recv_fds(call.connection, missing, 1)
+            part, fds, *_ = socket.recv_fds(call.connection, call.wanted - len(call.received), 1)
         except OSError:
             part, fds = b"", []
         for fd in fds:
@@ -216,64 +201,65 @@ class Handshake:
                 os.close(call.fd)
             call.fd = fd
         call.received += part
-        if part and len(call.received) < _SIZES[call.num_received]:
-            return
-        if part and self._accepts(call):
-            call.received = b""
-            call.num_received += 1
-        else:
+        if not part or (call.fd >= 0) != (call.wanted == len(_MEMORY)):
             self._drop(call)
+        elif len(call.received) == call.wanted:
+            self._go_on(call)
 
-    def _accepts(self, call: _Call) -> bool:
-        """Return whether the message that was received is as it has to be."""
-        if (call.fd >= 0) != (call.num_received == 2):
-            return False
-        if call.num_received == 0:
-            rank, call.peer_nonce = _HELLO.unpack(call.received)
-            ranks = self._wanted if call.peer is None else {call.peer}
-            if rank not in ranks or rank in self._met or (rank < self._rank) != call.has_called:
-                return False
-            call.peer = rank
-        if call.num_received == 1:
-            assert call.peer is not None
-            proof = self._proof(call.peer, self._rank, call.nonce)
-            return hmac.compare_digest(call.received, proof)
-        return True
+    def _go_on(self, call: _Call) -> None:
+        """Continue the handshake with what was received; drop it unless the peer is then met."""
+        received, call.received = call.received, b""
+        try:
+            call.wanted = call.talk.send(received) if received else next(call.talk)
+        except (StopIteration, OSError):
+            if call.connection.fileno() in self._calls:
+                self._drop(call)
+
+    def _talk(self, fileno: int, peer: int | None) -> Generator[int, bytes, None]:
+        """Shake hands; it ends early if a message is not that of an expected rank.
+
+        Each end sends a hello, a proof and its memory: the caller sends its hello first. Each end
+        sends its proof after the peer's hello has come, and its memory after the peer's proof. All
+        messages are so short that a new connection takes them at once.
+        """
+        call, nonce = self._calls[fileno], secrets.token_bytes(NBYTES)
+        hello = _HELLO.pack(self._rank, nonce)
+        if peer is not None:
+            call.connection.send(hello)
+        rank, peer_nonce = _HELLO.unpack((yield _HELLO.size))
+        expected = {peer} if peer is not None else {r for r in self._wanted if r > self._rank}
+        if rank not in expected or rank in self._met:
+            return
+        if peer is None:
+            call.connection.send(hello)
+        call.connection.send(self._proof(self._rank, rank, peer_nonce))
+        if not hmac.compare_digest((yield NBYTES), self._proof(rank, self._rank, nonce)):
+            return
+        while not self._sends_memory(call.connection):
+            yield 0
+        yield len(_MEMORY)
+        if rank not in self._met:  # else a second connection of the same process
+            del self._calls[fileno]
+            self._met[rank] = call
 
     def _proof(self, sender: int, receiver: int, nonce: bytes) -> bytes:
         """Return what ``sender`` sends to prove to ``receiver`` that it knows both secrets."""
         both = self._infos[sender].secret + self._infos[receiver].secret
         return hashlib.blake2b(nonce, key=both, digest_size=NBYTES).digest()
 
-    def _send_due(self, call: _Call) -> None:
-        """Send what is due; hand the call over once all was sent and received."""
+    def _sends_memory(self, connection: socket.socket) -> bool:
+        """Send a descriptor of our memory; return False if too many are in flight, for a retry."""
+        assert self._memory is not None
+        fd = self._memory.opened_for_reading()
         try:
-            while call.may_send():
-                self._send(call)
-                call.num_sent += 1
+            socket.send_fds(connection, [_MEMORY], [fd])
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:  # too many file descriptors in flight: later
-                self._drop(call)
-            return
-        if call.num_sent == call.num_received == len(_SIZES):
-            assert call.peer is not None
-            del self._calls[call.connection.fileno()]
-            self._met[call.peer] = call
-
-    def _send(self, call: _Call) -> None:
-        """Send the next message; all are so short that a new connection takes them at once."""
-        if call.num_sent == 0:
-            call.connection.send(_HELLO.pack(self._rank, call.nonce))
-        elif call.num_sent == 1:
-            assert call.peer is not None
-            call.connection.send(self._proof(self._rank, call.peer, call.peer_nonce))
-        else:
-            assert self._memory is not None
-            fd = self._memory.opened_for_reading()
-            try:
-                socket.send_fds(call.connection, [b"."], [fd])
-            finally:
-                os.close(fd)
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            return False
+        finally:
+            os.close(fd)
+        return True
 
     def _drop(self, call: _Call) -> None:
         del self._calls[call.connection.fileno()]
@@ -281,7 +267,7 @@ class Handshake:
 
 
 _HELLO = struct.Struct(f"=i{NBYTES}s")  # rank, nonce
-_SIZES = (_HELLO.size, NBYTES, 1)
+_MEMORY = b"."  # comes with a descriptor of the sender's memory
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 
 
