@@ -12,11 +12,10 @@ Columns use gloo groups of their own. A fault breaks these off, and ranks make n
 
 from __future__ import annotations
 
-import abc
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain
 
@@ -131,12 +130,36 @@ class TwoLevels:
     ) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
         self._begin(group, "reduction", source.dtype, label, source.nbytes)
-        return self._started(_Reduction(self, output, source, label))
+        rows = source.view(self.world, -1)
+        stride = aligned(rows[0].nbytes)
+        pieces = [(rank * stride, row) for rank, row in enumerate(rows)]
+        exchange = self.near.lay("reduction", label, self.world * stride, pieces, source.dtype)
+        starts = [rank * stride for rank in self.columns[self.rank]]
+        return self._started(_HostSum(self, exchange, starts, rows[0], output))
 
     def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
         """See ``Collectives.all_reduce_mean``; each column adds up one slice, so bits are equal."""
         self._begin(group, "mean", values.dtype, label, values.nbytes)
-        return self._started(_MeanOfAll(self, values, label))
+        host, dtype = self.hosts[self.host], values.dtype
+        length = -(-values.numel() // len(host))
+        slices = values.tensor_split([length * i for i in range(1, len(host))])
+        exchange = self.near.lay("mean", label, aligned(values.nbytes), [(0, values)], dtype)
+        nbytes = aligned(length * dtype.itemsize)
+        result = self.near.lay("slice of the mean", label, nbytes, [], dtype)
+        own = slices[self.index]
+        start = min(length * self.index, values.numel()) * dtype.itemsize
+        with torch.inference_mode(False):  # a thread of gloo writes, outside of that mode
+            place = numbers_in(result.laid, own)
+        starts = [start] * len(self.hosts)
+        total = self._started(_HostSum(self, exchange, starts, own, place, result))
+        of_rank = dict(zip(host, slices, strict=True))
+        return Then(total, partial(self._end_mean, of_rank, result))
+
+    def _end_mean(self, of_rank: Mapping[int, Tensor], result: HostExchange) -> None:
+        """Copy the slices of the mean, each from the rank of this host that has computed it."""
+        for rank, laid in chain([(self.rank, result.laid)], result.read(wait=self.wait)):
+            of_rank[rank].copy_(numbers_in(laid, of_rank[rank]))
+        result.close()
 
     def all_to_all(
         self,
@@ -230,78 +253,98 @@ class TwoLevels:
         crossing.check()
 
 
-class _HostSum(abc.ABC):
-    """Sums in two stages: over the ranks of this host, then over the column."""
+class _HostSum:
+    """A mean in two stages: sums over the ranks of this host, then over the column."""
 
     def __init__(
         self,
         levels: TwoLevels,
         exchange: HostExchange,
-        numel: int,
-        dtype: torch.dtype,
+        starts: Sequence[int],
+        like: Tensor,
+        output: Tensor,
         result: HostExchange | None = None,
     ) -> None:
-        """``numel``: size of one rank's sum; ``result``: published after the column's exchange."""
+        """Publish ``exchange``, and prepare to add up.
+
+        Args:
+            levels: the transport.
+            exchange: has the numbers of this rank.
+            starts: where the numbers for each rank of the column begin, in bytes.
+            like: has as many numbers as each of these, and their dtype.
+            output: gets the mean.
+            result: published once the mean is in ``output``; None: ``wait`` writes the mean.
+        """
         self.exchange = exchange
         self._levels = levels
         self._column = levels.columns[levels.rank]
-        self._dtype = dtype
-        is_sum = len(levels.columns) > len(self._column)
-        self._sent_dtype = wide_dtype(dtype) if is_sum else dtype  # else the rows of one rank cross
-        self._nbytes = numel * self._sent_dtype.itemsize
+        self._starts = starts
+        self._like = like
+        self._output = output
         self._result = result
         self._crossing: Crossing | None = None
         self._failure: BaseException | None = None
+        exchange.publish()
 
     def cross(self) -> None:
         """Add up the numbers of this host, and start to exchange the sums within the column.
 
         If adding up fails, this rank sends a digest of zeros, so that the column's others raise.
         """
-        levels, own = self._levels, self._levels.host
-        length = HEAD_NBYTES + aligned(self._nbytes)
+        levels, own, like = self._levels, self._levels.host, self._like
+        is_sum = len(levels.columns) > len(self._column)  # else the rows of one rank cross
+        dtype = wide_dtype(like.dtype) if is_sum else like.dtype
+        end = HEAD_NBYTES + like.numel() * dtype.itemsize
         with torch.inference_mode(False):  # gloo's threads write, outside of that mode
-            self._sent = torch.zeros(len(self._column), length, dtype=torch.uint8, device="cpu")
+            size = len(self._column), aligned(end)
+            sent = torch.zeros(size, dtype=torch.uint8, device="cpu")
             try:
                 laid = {levels.rank: self.exchange.laid, **dict(self.exchange.read())}
-                totals = [self._numbers(row) for row in self._sent]
-                self._add_up([laid[rank] for rank in sorted(laid)], totals)
-                self._sent[:, :HEAD_NBYTES] = head_of(self.exchange)
+                self._add_up([laid[rank] for rank in sorted(laid)], sent[:, HEAD_NBYTES:end], dtype)
+                sent[:, :HEAD_NBYTES] = head_of(self.exchange)
             except BaseException as failure:
                 self._failure = failure.with_traceback(None)
             self.exchange.close()
-            self._received = [
-                row if host == own else torch.empty_like(row) for host, row in enumerate(self._sent)
-            ]
-            self._crossing = Crossing(levels.event, self._ending(), self._result)
-            groups = enumerate(zip(levels.groups.reductions, self._received, strict=True))
+            received = [row if h == own else torch.empty_like(row) for h, row in enumerate(sent)]
+            totals = [row[HEAD_NBYTES:end].view(dtype) for row in received]
+            self._put = partial(
+                _put_mean_of,
+                self._column,
+                received,
+                self.exchange,
+                totals,
+                self._output,
+                levels.world,
+            )
+            then = None if self._result is None else self._put
+            self._crossing = Crossing(levels.event, then, self._result)
+            groups = enumerate(zip(levels.groups.reductions, received, strict=True))
             works = (
-                _collectives.scatter(group, row, [*self._sent] if host == own else [], host)
+                _collectives.scatter(group, row, [*sent] if host == own else [], host)
                 for host, (group, row) in groups
             )
             self._failure = self._crossing.start(works, self._failure)
             if self._failure is not None and not isinstance(self._failure, Exception):
                 raise self._failure
 
-    @abc.abstractmethod
-    def _add_up(self, laid: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
-        """Write the sums of the ranks of this host into ``totals``, one for each of the column."""
+    def _add_up(self, laid: Sequence[Tensor], sums: Tensor, dtype: torch.dtype) -> None:
+        """Write the sums over this host into ``sums``, a row for each rank of the column."""
+        nbytes, last = self._like.nbytes, -1
+        for number, start in enumerate(self._starts):
+            if start == last:  # all of the column get the same
+                sums[number].copy_(sums[number - 1])
+            else:
+                first, *others = (
+                    one[start : start + nbytes].view(self._like.dtype) for one in laid
+                )
+                put_sum(sums[number].view(dtype), first, others)
+            last = start
 
-    @abc.abstractmethod
     def wait(self) -> None:
-        """See ``Pending``."""
-
-    def _ending(self) -> Callable[[], None] | None:
-        """Return a function to call once the column has exchanged its sums, in a thread of gloo."""
-        return None
-
-    def _numbers(self, row: Tensor) -> Tensor:
-        return row[HEAD_NBYTES : HEAD_NBYTES + self._nbytes].view(self._sent_dtype)
-
-    def _finish(self) -> None:
-        """Wait until the column has exchanged its sums, and check them."""
+        """Wait until the column has exchanged its sums, and the mean is written."""
         self._levels.wait_for(self.exchange, self._found)
-        _check_heads(self._column, self._received, self.exchange)
+        if self._result is None:
+            self._put()
 
     def _found(self) -> Crossing | None:
         if self._failure is not None:
@@ -309,81 +352,16 @@ class _HostSum(abc.ABC):
         return self._crossing
 
 
-def _check_heads(column: Sequence[int], rows: Sequence[Tensor], exchange: HostExchange) -> None:
+def _put_mean_of(
+    column: Sequence[int],
+    rows: Sequence[Tensor],
+    exchange: HostExchange,
+    totals: Sequence[Tensor],
+    output: Tensor,
+    world: int,
+) -> None:
+    """Write the mean into ``output`` from ``totals``, the sums in ``rows`` from the column."""
     for rank, row in zip(column, rows, strict=True):
         check_head(row, exchange, rank)
-
-
-class _Reduction(_HostSum):
-    """A reduction in flight."""
-
-    def __init__(self, levels: TwoLevels, output: Tensor, source: Tensor, label: str) -> None:
-        self._output = output
-        rows = source.view(levels.world, -1)
-        self._row_nbytes = rows[0].nbytes
-        self._stride = aligned(self._row_nbytes)
-        pieces = [(rank * self._stride, row) for rank, row in enumerate(rows)]
-        nbytes = levels.world * self._stride
-        exchange = levels.near.lay("reduction", label, nbytes, pieces, source.dtype)
-        super().__init__(levels, exchange, rows[0].numel(), source.dtype)
-        exchange.publish()
-
-    def _add_up(self, laid: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
-        for rank, total in zip(self._column, totals, strict=True):
-            start = rank * self._stride
-            row = slice(start, start + self._row_nbytes)
-            first, *others = (one[row].view(self._dtype) for one in laid)
-            put_sum(total, first, others)
-
-    def wait(self) -> None:
-        self._finish()
-        first, *others = map(self._numbers, self._received)
-        put_mean(self._output, first, others, terms=self._levels.world)
-
-
-class _MeanOfAll(_HostSum):
-    """A mean in flight, of which each rank of a host computes one slice."""
-
-    def __init__(self, levels: TwoLevels, values: Tensor, label: str) -> None:
-        self._values = values
-        num_slices = len(levels.hosts[levels.host])
-        length = -(-values.numel() // num_slices)
-        self._start = min(length * levels.index, values.numel())
-        self._slices = values.tensor_split([length * i for i in range(1, num_slices)])
-        lay, dtype = levels.near.lay, values.dtype
-        exchange = lay("mean", label, aligned(values.nbytes), [(0, values)], dtype)
-        result = lay("slice of the mean", label, aligned(length * dtype.itemsize), [], dtype)
-        super().__init__(levels, exchange, self._slices[levels.index].numel(), dtype, result)
-        exchange.publish()
-
-    def _add_up(self, laid: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
-        end = self._start + totals[0].numel()
-        nbytes = self._values.numel() * self._dtype.itemsize
-        first, *others = (one[:nbytes].view(self._dtype)[self._start : end] for one in laid)
-        put_sum(totals[0], first, others)
-        for total in totals[1:]:
-            total.copy_(totals[0])
-
-    def _ending(self) -> Callable[[], None] | None:
-        assert self._result is not None
-        column, received, exchange = self._column, self._received, self.exchange
-        place = numbers_in(self._result.laid, self._slices[self._levels.index])
-        totals, world = [self._numbers(row) for row in received], self._levels.world
-
-        def end() -> None:
-            _check_heads(column, received, exchange)
-            first, *others = totals
-            put_mean(place, first, others, terms=world)
-
-        return end
-
-    def wait(self) -> None:
-        self._finish()
-        levels, result = self._levels, self._result
-        assert result is not None
-        own = self._slices[levels.index]
-        own.copy_(numbers_in(result.laid, own))
-        for rank, laid in result.read(wait=levels.wait):
-            part = self._slices[levels.hosts[levels.host].index(rank)]
-            part.copy_(numbers_in(laid, part))
-        result.close()
+    first, *others = totals
+    put_mean(output, first, others, terms=world)
