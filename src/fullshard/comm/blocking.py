@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,11 +21,13 @@ _FEW = 1024
 _FEW_LABEL = Label("a few numbers, such as a norm")
 
 
-def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> None:
+def all_reduce(
+    values: Tensor, group: dist.ProcessGroup, *, is_max: bool, label: Label = _FEW_LABEL
+) -> None:
     """Replace ``values`` by their maximum or sum over the ranks of ``group``, equal in every bit.
 
-    A few are gathered by all ranks. ``values`` may be on a device that the group does not serve, as
-    those of offloaded gradients; a stand-in group serves every one.
+    A few are gathered by all ranks, for the purpose ``label``. ``values`` may be on a device that
+    the group does not serve, as those of offloaded gradients; a stand-in group serves every one.
 
     Raises:
         PeerError: another rank failed, so it cannot end.
@@ -36,7 +39,7 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
     there = values.to(served_by(group, values.device)).reshape(-1)
     if there.numel() <= _FEW:
         rows = there.new_empty(group.size(), there.numel())
-        wire = collectives_of_group(group, there.device.type).labelled(_FEW_LABEL)
+        wire = collectives_of_group(group, there.device.type).labelled(label)
         wire.all_gather([rows.view(-1)], [there]).wait()
         there = rows.amax(0) if is_max else rows.sum(0)
     else:
@@ -63,6 +66,12 @@ def all_gather_bytes(own: Tensor, label: str) -> Tensor:
         return gathered.cpu()
 
     return transferred(group, label, call)
+
+
+def drawn_name(label: str) -> str:
+    """Return random digits, drawn by the first rank; ``label`` says what they name."""
+    own = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
+    return bytes(all_gather_bytes(own, label)[0].tolist()).hex()
 
 
 def all_to_all(

@@ -65,8 +65,7 @@ class _OfEra(NamedTuple):
     """Numbers of the rendezvous of this group in this era."""
 
 
-_ways: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfEra]
-_ways = weakref.WeakKeyDictionary()
+_ways = weakref.WeakKeyDictionary[dist.ProcessGroup, _OfEra]()
 
 
 def way_of(group: dist.ProcessGroup, choice: TransportRequest) -> Way:

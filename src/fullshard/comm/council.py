@@ -18,7 +18,6 @@ import base64
 import hashlib
 import itertools
 import json
-import secrets
 import threading
 import time
 import weakref
@@ -28,11 +27,10 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from fullshard import errors
-from fullshard.comm.blocking import all_gather_bytes
+from fullshard.comm.blocking import drawn_name
 from fullshard.comm.heartbeat import BEAT_S, PATIENCE, silence_s, start_heartbeat
 from fullshard.comm.ledger import Ledger, ledger_beside
 from fullshard.comm.liveness import DEAD, Liveness
@@ -276,9 +274,7 @@ class _Members:
         if group is None:
             return
         # Ranks may have used this store before, in another process group: take new keys.
-        name = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
-        names = all_gather_bytes(name, f"the key prefix of councils, for a {kind}")
-        start = f"fullshard/{bytes(names[0].tolist()).hex()}"
+        start = f"fullshard/{drawn_name(f'the key prefix of councils, for a {kind}')}"
         self.numbers = (f"{start}/{number}" for number in itertools.count())
         self.store = own_store()
         self.ledger = ledger_beside(self, "councils")

@@ -22,14 +22,10 @@ Wire = Callable[[dist.ProcessGroup, str], Collectives]
 """A function that makes the collectives for a process group and a device type."""
 
 # One object per group and wire, whoever uses the group.
-_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Wire, Collectives]]
-_of_group = weakref.WeakKeyDictionary()
+_of_group = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Wire, Collectives]]()
 _wire: Wire = C10d  # no ContextVar: ranks that are threads share the choice of their process
-_parts_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
-_parts_of_group = weakref.WeakKeyDictionary()
-
-_flat_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]]
-_flat_of_group = weakref.WeakKeyDictionary()
+_parts_of_group = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]()
+_flat_of_group = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]]()
 
 _wrapper: ContextVar[Callable[[Collectives], Collectives] | None]
 _wrapper = ContextVar("fullshard_collectives_wrapper", default=None)

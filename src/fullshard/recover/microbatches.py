@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import watch
-from fullshard.comm import collectives_of_group, served_by
+from fullshard.comm import Label, all_reduce
 from fullshard.comm.fault_domain import fault_domain
-from fullshard.comm.protocol import Label
 from fullshard.comm.text import counted, named_ranks
 from fullshard.device import empty_cache
 from fullshard.errors import ArgumentTypeError, ConfigError, LostRankError, PeerError
@@ -249,22 +248,19 @@ class Microbatches:
         """Gather the outcome and the number of rows of all ranks."""
         rows, outcome = done.rows, done.outcome
         group = self._group
-        if group is None or group.size() == 1:
+        if group is None:
             return [(outcome, rows)]
-        device = served_by(group, torch.device("cpu"))
-        wire = collectives_of_group(group, device.type).labelled(_LABEL)
         while True:
-            values = torch.zeros(group.size(), 2, device=device)
+            values = torch.zeros(group.size(), 2)
             values[group.rank()] = torch.tensor([float(outcome), float(rows)])
             try:
-                wire.all_reduce_mean(values.view(-1)).wait()
+                all_reduce(values, group, is_max=False, label=_LABEL)
             except LostRankError:
                 raise
             except PeerError:  # a rank failed before this collective
                 outcome = max(outcome, _Outcome.DROPPED)
                 continue
-            pairs = (values * group.size()).round().int().tolist()
-            return [(_Outcome(one), rows) for one, rows in pairs]
+            return [(_Outcome(one), rows) for one, rows in values.int().tolist()]
 
     def _drop(self) -> None:
         """Drop the gradients and the state of the step."""

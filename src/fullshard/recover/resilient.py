@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import os
-import secrets
 import time
 import traceback
 import weakref
@@ -22,7 +21,7 @@ from fullshard import watch
 from fullshard._torch import collectives as _collectives
 from fullshard._torch import world as _world
 from fullshard.checkpoint.saving import await_save
-from fullshard.comm.blocking import all_gather_bytes
+from fullshard.comm.blocking import drawn_name
 from fullshard.comm.c10d import drop_transports
 from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.heartbeat import stall_s
@@ -88,9 +87,7 @@ class _Job(Generic[Result]):
         self._original_rank = dist.get_rank()
         self._original_ranks = tuple(range(dist.get_world_size()))  # of the present ranks, in order
         # An earlier job may have used this store: draw a new name for the keys.
-        own = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
-        names = all_gather_bytes(own, "the name of a job")
-        self._name = f"fullshard/resilient/{bytes(names[0].tolist()).hex()}"
+        self._name = f"fullshard/resilient/{drawn_name('the name of a job')}"
         self._transfer = StateTransfer(self._name.replace("/", "-"))
         self._attempt = Life(
             self._original_rank, len(self._original_ranks), transfer=self._transfer
