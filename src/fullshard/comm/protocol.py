@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -166,23 +167,27 @@ class Wrapper:
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """Forward to ``inner``."""
-        return self.inner.all_gather(outputs, sources)
+        return self._issue(partial(self.inner.all_gather, outputs, sources))
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """Forward to ``inner``."""
-        return self.inner.reduce_scatter_mean(output, source)
+        return self._issue(partial(self.inner.reduce_scatter_mean, output, source))
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """Forward to ``inner``."""
-        return self.inner.all_reduce_mean(values)
+        return self._issue(partial(self.inner.all_reduce_mean, values))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
         """Forward to ``inner``."""
-        return self.inner.all_to_all(output, source)
+        return self._issue(partial(self.inner.all_to_all, output, source))
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """Forward to ``inner``."""
-        return self.inner.broadcast(values, source)
+        return self._issue(partial(self.inner.broadcast, values, source))
+
+    def _issue(self, start: Callable[[], Pending]) -> Pending:
+        """Start a collective of ``inner``; for subclasses that do something around each."""
+        return start()
 
 
 class SingleRank:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fullshard.comm import Pending, Then, Wrapper
 
@@ -27,26 +26,6 @@ class OnStream(Wrapper):
     accelerator: ModuleType
     device: torch.device
     stream: Any
-
-    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
-        """See ``Collectives.all_gather``."""
-        return self._issue(partial(self.inner.all_gather, outputs, sources))
-
-    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """See ``Collectives.reduce_scatter_mean``."""
-        return self._issue(partial(self.inner.reduce_scatter_mean, output, source))
-
-    def all_reduce_mean(self, values: Tensor) -> Pending:
-        """See ``Collectives.all_reduce_mean``."""
-        return self._issue(partial(self.inner.all_reduce_mean, values))
-
-    def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
-        """See ``Collectives.all_to_all``."""
-        return self._issue(partial(self.inner.all_to_all, output, source))
-
-    def broadcast(self, values: Tensor, source: int) -> Pending:
-        """See ``Collectives.broadcast``."""
-        return self._issue(partial(self.inner.broadcast, values, source))
 
     def _issue(self, start: Callable[[], Pending]) -> Pending:
         accelerator = self.accelerator
