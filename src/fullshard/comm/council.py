@@ -175,26 +175,20 @@ class Council:
         return [] if now.is_decided else [0]
 
     @property
-    def _is_beside(self) -> bool:
-        """True in a background save, which training faults do not end."""
-        return threading.get_ident() != self._thread_id
+    def _watched(self) -> Ledger | None:
+        """The ledger; None in a background save, which training faults do not end."""
+        return self._ledger if threading.get_ident() == self._thread_id else None
 
     def _check(self) -> None:
         """Raise the error of a fault that keeps other ranks from this decision."""
-        if self._ledger is not None and not self._is_beside:
+        if self._watched is not None:
             self._era.check()
-
-    def _explained(self, error: LostRankError) -> Exception:
-        """Return what to raise for ``error``: the fault that the watch finds, if any."""
-        if self._ledger is None or self._is_beside:
-            return error
-        return self._ledger.explained(error, self._entry)
 
     @contextmanager
     def _waiting(self) -> Iterator[Look]:
         """Show that this rank waits in the block; yield a ``Look`` that finds lost ranks."""
-        shown = self._ledger is not None and not self._is_beside
-        with self._ledger.awaiting(self._entry) if shown else nullcontext():  # type: ignore[union-attr]
+        ledger = self._watched
+        with nullcontext() if ledger is None else ledger.awaiting(self._entry):
             # The others wait for the first rank, which waits for all of them before: twice as long.
             limit_s = self.limit_s * (2 if self.rank else 1)
             began_s = looked_s = time.monotonic()
@@ -226,7 +220,9 @@ class Council:
         lost = self._liveness.lost(ranks)
         for rank, why in lost.items():
             if why == DEAD:
-                raise self._explained(LostRankError(f"the process of rank {rank} ended"))
+                error, ledger = LostRankError(f"the process of rank {rank} ended"), self._watched
+                # The fault that the watch finds, if any.
+                raise error if ledger is None else ledger.explained(error, self._entry)
         if lost:
             raise LostRankError(
                 f"{named_ranks(list(lost))} had no heartbeat for {silence_s():g} s (6 times "

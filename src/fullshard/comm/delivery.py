@@ -40,14 +40,18 @@ class Delivery:
         self._takes = self._rank in receivers
         group = dist.group.WORLD
         self.device = device if group is None else served_by(group, device)
-        places = [self._places(sizes) for sizes in rounds]
-        most = max(sum(own) if self._takes else own[self._rank] for own in places)
+        most = max(sum(self._places(sizes)) for sizes in rounds)
         self._memory = torch.empty(most, dtype=torch.uint8, device=self.device)
         self._messages: list[Tensor] = []
         self._works: list[Pending] = []
 
     def _places(self, sizes: Sequence[int]) -> Sequence[int]:
-        """Return the sizes of places for messages, all alike if there is one all-gather for all."""
+        """Return the sizes of places for messages, all alike if there is one all-gather for all.
+
+        A rank that gets no messages has a place for its own only.
+        """
+        if not self._takes:
+            return [size if rank == self._rank else 0 for rank, size in enumerate(sizes)]
         world, row = len(sizes), max(sizes)
         is_even = len(self._receivers) == world and row * world <= _PADDED * sum(sizes)
         return [row] * world if is_even else sizes
@@ -58,14 +62,10 @@ class Delivery:
         The messages of the last round are not to be used any more.
         """
         sizes = self._rounds[number]
-        if not self._takes:
-            self._own = self._memory[: sizes[self._rank]]
-            return self._own
         places = self._places(sizes)
         self._rows = self._memory[: sum(places)].split([*places])
         self._messages = [row[:n] for row, n in zip(self._rows, sizes, strict=True)]
-        self._own = self._messages[self._rank]
-        return self._own
+        return self._messages[self._rank]
 
     def start(self) -> None:
         """Begin to send and to receive; nobody may write to the message until ``wait`` returns."""
@@ -92,13 +92,12 @@ class Delivery:
 
     def _send(self) -> Pending:
         """Begin to send this rank's message to those who take it, and to take theirs."""
-        calls = []
-        for other in self._receivers if len(self._own) else ():
-            if other != self._rank:
-                calls.append(dist.P2POp(dist.isend, self._own, other, tag=_TAG))
-        for other, message in enumerate(self._messages):
-            if other != self._rank and len(message):
-                calls.append(dist.P2POp(dist.irecv, message, other, tag=_TAG))
+        own = self._messages[self._rank]
+        others = [rank for rank in range(len(self._messages)) if rank != self._rank]
+        receivers = [rank for rank in others if rank in self._receivers and len(own)]
+        senders = [rank for rank in others if len(self._messages[rank])]
+        calls = [dist.P2POp(dist.isend, own, rank, tag=_TAG) for rank in receivers]
+        calls += [dist.P2POp(dist.irecv, self._messages[rank], rank, tag=_TAG) for rank in senders]
         return WorkGroup(dist.batch_isend_irecv(calls) if calls else [])
 
     def wait(self) -> list[Tensor]:
@@ -106,4 +105,4 @@ class Delivery:
         works, self._works = self._works, []
         for work in works:
             work.wait()
-        return self._messages
+        return self._messages if self._takes else []

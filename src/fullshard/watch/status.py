@@ -47,15 +47,12 @@ class GroupStatus(NamedTuple):
     """The number of collectives issued before a step was last closed without an error."""
 
     @property
-    def blocks(self) -> bool:
-        """True if the host waits for a collective."""
-        return self.waiting is not None and not self.on_device
-
-    @property
     def blocks_step(self) -> bool:
         """True if the host waits for a collective of a step whose weights are not stepped yet."""
-        waits_for = None if self.waiting is None else self.numbered(self.waiting)
-        return self.blocks and (waits_for is None or waits_for.kind not in BETWEEN_STEPS)
+        if self.waiting is None or self.on_device:
+            return False
+        waits_for = self.numbered(self.waiting)
+        return waits_for is None or waits_for.kind not in BETWEEN_STEPS
 
     @property
     def newest(self) -> Issued | None:
