@@ -32,7 +32,7 @@ NAMES = frozenset("join wait wait_event wait_stream mark record synchronize".spl
 TRANSPORTS = frozenset(
     f"comm/{name}.py"
     for name in (
-        "arena c10d columns handshake labels local_peer means native protocol public rendezvous"
+        "arena c10d columns handshake labels local_peer means native public rendezvous"
         " shared twolevel"
     ).split()
 )
