@@ -96,9 +96,9 @@ class Custom(Wrapper):
         group = self.group
         if self.reduce is None or group is None:
             return super().reduce_scatter_mean(output, source)
-        sent = _allocated(self.reduce, source).copy_(source)
-        size = (source.numel() // self.world,)
-        received = self.reduce.allocate(size, dtype=source.dtype, device=source.device)
+        allocate = partial(self.reduce.allocate, dtype=source.dtype, device=source.device)
+        sent = allocate((source.numel(),)).copy_(source)
+        received = allocate((source.numel() // self.world,))
         work = self.reduce(received, sent, group, dist.ReduceOp.SUM, async_op=_is_async(source))
         return Then(work, partial(_put_divided, received, output, self.world), sent)
 
@@ -106,10 +106,6 @@ class Custom(Wrapper):
 def _is_async(values: Tensor) -> bool:
     """Return whether to run asynchronously: only on a CPU, devices use a side stream already."""
     return values.device.type == "cpu"
-
-
-def _allocated(comm: Comm, like: Tensor) -> Tensor:
-    return comm.allocate((like.numel(),), dtype=like.dtype, device=like.device)
 
 
 def _spread(outputs: Sequence[Tensor], flat: Tensor, world: int) -> None:

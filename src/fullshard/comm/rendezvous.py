@@ -212,20 +212,20 @@ def meet(group: dist.ProcessGroup, name: str, era: Era) -> Rendezvous | None:
         if Wish.BACKEND in wishes:
             return None
         hosts = groups_by_key([one.place for one in infos])
-        host = _own(hosts, rank)
+        host = _host_of(hosts)[rank]
         handshake = Handshake(rank, infos, set(host) - {rank}, memory)
         opened.callback(handshake.close)
         has_met = handshake.meet_all(listening, exchange.check)
         flags = exchange.all_texts(bytes([has_met, memory is not None]))
         have_met = {h: all(flags[member][0] for member in h) for h in hosts}
-        hosts = groups_by_key([h if have_met[h] else r for r, h in _by_rank(hosts)])
+        hosts = groups_by_key([h if have_met[h] else r for r, h in sorted(_host_of(hosts).items())])
         if len(set(map(len, hosts))) > 1:
             hosts = groups_by_key(range(world))
         if Wish.SHARED in wishes:
             _check_shared(hosts, [one.host for one in infos])
         if memory is None or not all(flag[1] for flag in flags):
             return None
-        host = _own(hosts, rank)
+        host = _host_of(hosts)[rank]
         met = handshake.taken() if len(host) > 1 else {}
     order = [r for r in (*range(rank + 1, world), *range(rank)) if r in met]
     peers = {r: Met(met[r].connection, LentMemory(met[r].fd)) for r in order}
@@ -247,10 +247,6 @@ def _unpacked(packed: Sequence[bytes]) -> list[PeerInfo]:
     return [PeerInfo.unpacked(one) for one in packed]
 
 
-def _own(hosts: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
-    return next(host for host in hosts if rank in host)
-
-
 def _check_shared(hosts: Sequence[tuple[int, ...]], names: Sequence[bytes]) -> None:
     """Raise if ranks of one host do not share memory."""
     for apart in groups_by_key(names):
@@ -263,9 +259,9 @@ def _check_shared(hosts: Sequence[tuple[int, ...]], names: Sequence[bytes]) -> N
             )
 
 
-def _by_rank(hosts: Iterable[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return every rank with its host, in the order of ranks."""
-    return sorted((rank, host) for host in hosts for rank in host)
+def _host_of(hosts: Iterable[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """Return the host of every rank."""
+    return {rank: host for host in hosts for rank in host}
 
 
 def _memory() -> Memory | None:

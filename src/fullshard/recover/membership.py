@@ -157,16 +157,15 @@ class Membership:
             if now_s - warned_s > _WARN_S:
                 warned_s = now_s
                 log.warning("resilient: still waiting for the vote of %s", named_ranks(awaited))
-            if now_s - began_s > self._limit_s and self._has_failed(now, members):
+            if now_s - began_s > self._limit_s and any(
+                vote.outcome is not Outcome.DONE for vote in _votes(now, members).values()
+            ):
                 why = f"is alive, but did not vote within {self._limit_s:g} s"
                 lost.update((one, why) for one in awaited if one not in lost)
             return lost
 
         now.collect(members, look)
         return self._decide(now, members, lost)
-
-    def _has_failed(self, now: StoreRound, members: Sequence[int]) -> bool:
-        return any(vote.outcome is not Outcome.DONE for vote in _votes(now, members).values())
 
     def _decide(self, now: StoreRound, members: Sequence[int], lost: Mapping[int, str]) -> Decision:
         """Write a decision, unless there is one; return the one in the store."""
