@@ -24,8 +24,8 @@ import fullshard
 from bench.gpu.machine import WORLD, Failed, Machine, Verdict, same
 from bench.gpu.model import SMALL, Llama, sizes_for, tokens_of
 from fullshard.comm import Done, Pending, Then, Wrapper, wrapped
-from fullshard.device import Buffer, Lane, wires
-from fullshard.device.streams import Lanes, StreamLanes
+from fullshard.device import Buffer, Lane
+from fullshard.device.streams import Lanes, OnStream, StreamLanes
 from fullshard.engine import Engine, executor
 
 __all__ = ["CONTROLS", "controls", "programs", "races"]
@@ -273,14 +273,14 @@ def _without_join(waiter: Lane, awaited: Lane) -> AbstractContextManager[Any]:
 
 
 def _without_ready() -> AbstractContextManager[Any]:
-    def issue(self: wires.OnStream, start: Callable[[], Pending]) -> Pending:
+    def issue(self: OnStream, start: Callable[[], Pending]) -> Pending:
         with self.accelerator.stream(self.stream):
             pending = start()
         done = self.accelerator.Event()
         done.record(self.stream)
         return Then(None, partial(self._end, done, pending))
 
-    return patch.object(wires.OnStream, "_issue", issue)
+    return patch.object(OnStream, "_issue", issue)
 
 
 CONTROLS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -290,7 +290,7 @@ CONTROLS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing waits for reductions": partial(_without_join, Lane.COMPUTE, Lane.REDUCE),
     "collectives do not wait for their lane": _without_ready,
     "lanes do not wait for collectives": partial(
-        patch.object, wires.OnStream, "_end", lambda self, done, pending: pending.wait()
+        patch.object, OnStream, "_end", lambda self, done, pending: pending.wait()
     ),
     "copies from the host write under gathers": partial(
         _without_join, Lane.HOST_TO_DEVICE, Lane.GATHER

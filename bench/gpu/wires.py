@@ -8,7 +8,7 @@ import torch.distributed as dist
 from bench.gpu.machine import Failed, Kernel, Machine, Verdict
 from fullshard._torch import collectives as _collectives
 from fullshard.comm.native import Native
-from fullshard.device.wires import OnStream
+from fullshard.device.streams import OnStream
 
 __all__ = ["collectives", "streams"]
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from fullshard import comm
 from fullshard.device import Lane, Lanes
-from fullshard.device.streams import StreamLanes
-from fullshard.device.wires import OnStream
+from fullshard.device.streams import OnStream, StreamLanes
 from fullshard.engine import executor, shard
 from fullshard.engine import spec as bucket_spec
 from fullshard.optim import host as host_state

@@ -20,9 +20,10 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -31,8 +32,7 @@ import torch
 from torch import Tensor
 
 from fullshard._torch import device as _device
-from fullshard.comm import Collectives, Encoded, Pending
-from fullshard.device.wires import OnStream
+from fullshard.comm import Collectives, Encoded, Pending, Then, Wrapper
 
 
 class Lane(enum.StrEnum):
@@ -150,6 +150,37 @@ class Lanes:
         Streams count from the first call on, and only waits that have ended. The call never blocks.
         """
         return self._waited_s
+
+
+@dataclass(frozen=True)
+class OnStream(Wrapper):
+    """The collectives of ``inner``, issued on ``stream``.
+
+    A collective waits for the work issued so far on the current stream, and not for later work.
+    ``wait`` waits for the event of that collective, and not for later collectives on ``stream``.
+    Use ``stream`` from one lane only: otherwise memory that ``inner`` allocates and frees there
+    could be reused while the lane still reads it.
+    """
+
+    accelerator: ModuleType
+    device: torch.device
+    stream: Any
+
+    def _issue(self, start: Callable[[], Pending]) -> Pending:
+        accelerator = self.accelerator
+        ready = accelerator.Event()
+        ready.record(accelerator.current_stream(self.device))
+        self.stream.wait_event(ready)
+        with accelerator.stream(self.stream):
+            pending = start()
+        done = accelerator.Event()
+        done.record(self.stream)
+        return Then(None, partial(self._end, done, pending))
+
+    def _end(self, done: Any, pending: Pending) -> None:
+        """Make the current stream wait for the collective, then let ``inner`` finish its part."""
+        self.accelerator.current_stream(self.device).wait_event(done)
+        pending.wait()
 
 
 class StreamLanes(Lanes):
