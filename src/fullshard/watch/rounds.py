@@ -35,6 +35,7 @@ class Rounds:
 
     Attributes:
         is_over: True if this rank takes part no longer; the watcher sets it, from any thread.
+        liveness: the heartbeats of the job.
         last_fault: the number of the last round that found a fault; "0" if none did.
     """
 
@@ -42,7 +43,7 @@ class Rounds:
         self._rank, self._world = rank, world
         self.is_over = False
         self._store = own_store()
-        self._liveness = Liveness(self._store)
+        self.liveness = Liveness(self._store)
         self._store.delete_key(exit_reason_key(rank))
         self._last, self.last_fault = self._last_decided()
 
@@ -106,13 +107,9 @@ class Rounds:
         except _Over:
             return UNDECIDED
         (kind, ranks, text, behind), beats, self.last_fault = json.loads(told)
-        self._liveness.note(dict(beats))
+        self.liveness.note(dict(beats))
         silent = tuple(rank for rank, _ in beats)
         return Diagnosis(Kind(kind), tuple(ranks), text, tuple(behind), silent)
-
-    def silent_since(self) -> dict[int, float]:
-        """See ``Liveness.silent_since``."""
-        return self._liveness.silent_since()
 
     def report_exit(self, reason: str) -> None:
         """Publish why this rank exits."""
@@ -122,7 +119,7 @@ class Rounds:
         """Return the ranks without a report in this round that exited, or ended on this host."""
         reports = self._reports(number, range(self._world))
         silent = (rank for rank in range(self._world) if rank not in reports)
-        return [rank for rank in silent if self._liveness.is_dead(rank)]
+        return [rank for rank in silent if self.liveness.is_dead(rank)]
 
     def _reports(self, number: int, ranks: Sequence[int]) -> dict[int, str]:
         """Return the encoded reports of ``ranks`` in round ``number``, by rank."""
@@ -149,10 +146,10 @@ class Rounds:
         silent = [rank for rank in range(self._world) if rank not in reports]
         found = diagnose(
             {rank: StatusReport.decoded(text) for rank, text in reports.items()},
-            self._liveness.absences(silent),
+            self.liveness.absences(silent),
             patience_s=patience_s(),
         )
-        beats = self._liveness.beats(silent)
+        beats = self.liveness.beats(silent)
         said = found.kind.value, found.ranks, found.text, found.behind
         last_fault = str(number) if found.is_fault else self.last_fault
         now.decide_once(json.dumps([said, [*beats.items()], last_fault]))

@@ -85,7 +85,7 @@ class Watcher:
     def silent_since(self) -> dict[int, float]:
         """Return the silent ranks, with the start of their silence by ``time.monotonic``."""
         with contextlib.suppress(RuntimeError):  # the store may be gone
-            return self._rounds.silent_since()
+            return self._rounds.liveness.silent_since()
         return {}
 
     @property
