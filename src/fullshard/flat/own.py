@@ -15,13 +15,13 @@ from fullshard.comm import broadcast_together, is_dry
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.ownership import unit_of
 from fullshard.tensors import local_part
-from fullshard.wrap.units import Ignored, walk
+from fullshard.wrap.units import Ignored, Without
 
 
 def own_modules(module: nn.Module, ignored: Ignored = Ignored()) -> Iterator[nn.Module]:
     """Yield ``module`` and the modules in it, without inner units and ignored modules."""
-    for _, inner in walk(module, skips=lambda m: m in ignored.modules or unit_of(m) is not None):
-        yield inner
+    memo = Without(lambda one: one in ignored.modules or unit_of(one) is not None)
+    return (inner for _, inner in module.named_modules(memo))
 
 
 class OwnTensors:

@@ -6,7 +6,7 @@ PyTorch's FSDP says nothing of them, and ranks then train different values.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from torch import nn
@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from fullshard._torch import nn as _nn
 from fullshard.engine import Unit
 from fullshard.frontend.flat_param import FLAT_PARAM
-from fullshard.frontend.hooks import num_registrations
+from fullshard.frontend.hooks import registrations
 from fullshard.frontend.ownership import owner_of, unit_of
 from fullshard.frontend.places import Place
+from fullshard.wrap.units import Without
 
 
 class Additions:
@@ -31,12 +32,13 @@ class Additions:
         """
         self._modules = list(modules)
         self._known = [
-            {FLAT_PARAM, *module._parameters, *_left_out(module)} for module in self._modules
+            {FLAT_PARAM, *module._parameters, *_unowned(module, skips=lambda _: False)}
+            for module in self._modules
         ]
         self._children = [module._modules for module in self._modules]
         self._params = [module._parameters for module in self._modules]
         self._seen = self._now()
-        self._looked_at = num_registrations()
+        self._looked_at = registrations()[0]
 
     def _now(self) -> list[object]:
         """Return what is directly below the modules, and how many parameters they have."""
@@ -45,13 +47,12 @@ class Additions:
 
     def warn(self, unit: Unit) -> None:
         """Warn, once each, of trainable parameters that were added below ``unit``."""
-        looked_at, self._looked_at = self._looked_at, num_registrations()
+        looked_at, self._looked_at = self._looked_at, registrations()[0]
         if looked_at == self._looked_at:
             return
-        now = self._now()
-        if now == self._seen:
+        seen, self._seen = self._seen, self._now()
+        if seen == self._seen:
             return
-        self._seen = now
         added = list(self._added())
         if added and any(bucket.spec.layout.world > 1 for bucket in unit.buckets):
             more = f" and {len(added) - 8} more" if len(added) > 8 else ""
@@ -65,9 +66,11 @@ class Additions:
 
     def _added(self) -> Iterator[str]:
         for module, known in zip(self._modules, self._known, strict=True):
-            for path, described in _plain_in(module).items():
-                if path not in known:
-                    yield described
+            for path, place in _unowned(module, skips=_is_managed).items():
+                param = place.module._parameters[place.name]
+                is_trained = param is not None and param.requires_grad
+                if path not in known and is_trained and not isinstance(param, DTensor):
+                    yield f"{place.name} of {type(place.module).__name__}"
                     known.add(path)
 
 
@@ -76,38 +79,15 @@ def _is_managed(module: nn.Module) -> bool:
     return is_sharded or _nn.is_replicated(module)
 
 
-def _left_out(module: nn.Module) -> list[str]:
-    """Return the paths of parameters below ``module`` that no unit owns."""
-    return [
-        f"{path}.{name}"
-        for child_name, child in module._modules.items()
-        if child is not None
-        for path, inner in child.named_modules(prefix=child_name)
-        for name in inner._parameters
-        if owner_of(Place(inner, name)) is None
-    ]
+def _unowned(module: nn.Module, skips: Callable[[nn.Module], bool]) -> dict[str, Place]:
+    """Return the places in ``module`` of parameters that no unit owns, by path.
 
-
-def _plain_in(module: nn.Module) -> dict[str, str]:
-    """Return paths and descriptions of trainable parameters that no unit owns.
-
-    The walk covers ``module`` and the modules below it that no unit manages.
+    Modules inside for which ``skips`` is true are left out, with all that is only inside of them.
     """
-    found = _described("", module)
-    for name, child in module._modules.items():
-        if child is not None and not _is_managed(child):
-            for path, inner in child.named_modules(prefix=name):
-                if not _is_managed(inner):
-                    found |= _described(f"{path}.", inner)
-    return found
-
-
-def _described(prefix: str, module: nn.Module) -> dict[str, str]:
+    memo = Without(lambda inner: inner is not module and skips(inner))
     return {
-        prefix + name: f"{name} of {type(module).__name__}"
-        for name, param in sorted(module._parameters.items())
-        if param is not None
-        and param.requires_grad
-        and not isinstance(param, DTensor)
-        and owner_of(Place(module, name)) is None
+        f"{path}.{name}" if path else name: Place(inner, name)
+        for path, inner in module.named_modules(memo)
+        for name in sorted(inner._parameters)
+        if owner_of(Place(inner, name)) is None
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -140,26 +140,20 @@ class _Cast:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
-_registrations = 0
-_counts_registrations = False
-
-
-def num_registrations() -> int:
-    """Return how many modules and parameters were registered in this process since the first call.
+@cache
+def registrations() -> list[int]:
+    """Return a list of one number: how many modules and parameters are registered from now on.
 
     The count spares a root forward from looking at all modules.
     """
-    global _counts_registrations
-    if not _counts_registrations:
-        _counts_registrations = True
-        register_module_module_registration_hook(_count_registration)
-        register_module_parameter_registration_hook(_count_registration)
-    return _registrations
+    count = [0]
 
+    def add(*_: object) -> None:
+        count[0] += 1
 
-def _count_registration(*_: object) -> None:
-    global _registrations
-    _registrations += 1
+    register_module_module_registration_hook(add)
+    register_module_parameter_registration_hook(add)
+    return count
 
 
 def install_state_dict_hooks(unit: Unit, places: Places) -> None:

@@ -14,7 +14,6 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fullshard._torch import nn as _nn
 from fullshard.engine import Unit
 from fullshard.frontend.places import Place
-from fullshard.wrap.units import walk
+from fullshard.wrap.units import Without
 
 
 @dataclass(slots=True)
@@ -225,25 +224,25 @@ def managed(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _outside(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     """Return the modules outside of inner units and of DDP, with the prefix of parameter names."""
-    found: dict[nn.Module, str] = {}
-    for name, module in _walk(modules, lambda m: unit_of(m) is not None or _nn.is_replicated(m)):
-        found.setdefault(module, f"{name}." if name else "")
-    return found
+    named = _named(modules, lambda m: unit_of(m) is not None or _nn.is_replicated(m))
+    return {module: f"{name}." if name else "" for name, module in named}
 
 
 def _inside(modules: Sequence[nn.Module]) -> dict[nn.Module, tuple[str, Unit]]:
     """Return the modules in inner units, but not in DDP, with their prefix and innermost unit."""
     found: dict[nn.Module, tuple[str, Unit]] = {}
     around: dict[str, Unit | None] = {}
-    for name, module in _walk(modules, _nn.is_replicated):
+    for name, module in _named(modules, _nn.is_replicated):
         unit = around[name] = unit_of(module) or around.get(name.rpartition(".")[0])
         if unit is not None:
-            found.setdefault(module, (f"{name}.", unit))
+            found[module] = f"{name}.", unit
     return found
 
 
-def _walk(
+def _named(
     modules: Sequence[nn.Module], skips: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    roots = enumerate(modules) if len(modules) > 1 else [("", module) for module in modules]
-    return chain.from_iterable(walk(root, str(name), skips=skips) for name, root in roots)
+    """Yield the modules in ``modules`` once each, except what is only inside of skipped ones."""
+    memo = Without(skips)
+    for index, root in enumerate(modules):
+        yield from root.named_modules(memo, str(index) if len(modules) > 1 else "")

@@ -68,7 +68,7 @@ def units_of(
     single = tuple(single_classes)
     chosen = _chosen(root, policy, ignored, single)
     found = []
-    for name, module in walk(root, children_first=True):
+    for name, module in _children_first("", root, set()):
         if module is root or module in ignored.modules:
             continue
         is_single = isinstance(module, single)
@@ -139,39 +139,35 @@ class _Walk:
         return bool(self._policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 
 
-def walk(
-    root: nn.Module,
-    name: str = "",
-    *,
-    skips: Callable[[nn.Module], bool] = lambda _: False,
-    children_first: bool = False,
+def _children_first(
+    name: str, module: nn.Module, seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``root``, called ``name``, and the modules inside, each in its first place only.
+    """Yield ``module`` after the modules inside, each in its first place, if not ``seen`` yet."""
+    seen.add(module)
+    for child_name, child in module.named_children():
+        if child not in seen:
+            yield from _children_first(f"{name}.{child_name}" if name else child_name, child, seen)
+    yield name, module
 
-    A module for which ``skips`` is true is left out, with everything that is only inside of it.
-    """
-    seen: set[nn.Module] = set()
 
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or skips(module):
-            return
-        seen.add(module)
-        if not children_first:
-            yield name, module
-        for child_name, child in module.named_children():
-            yield from visit(f"{name}.{child_name}" if name else child_name, child)
-        if children_first:
-            yield name, module
+class Without(set[nn.Module]):
+    """A memo of ``named_modules``, to leave out modules, with all that is only inside of them."""
 
-    return visit(name, root)
+    def __init__(self, skips: Callable[[nn.Module], bool]) -> None:
+        """Take the function that says which modules to leave out."""
+        super().__init__()
+        self._skips = skips
+
+    def __contains__(self, module: Any) -> bool:
+        return super().__contains__(module) or self._skips(module)
 
 
 def managed_by(
     unit: WantedUnit, others: Collection[nn.Module]
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield named parameters in ``unit`` but not in ``others``; tied parameters in every place."""
-    inside = walk(unit.module, unit.name, skips=lambda m: m in others and m is not unit.module)
-    for name, module in inside:
+    memo = Without(lambda module: module in others and module is not unit.module)
+    for name, module in unit.module.named_modules(memo, unit.name):
         for param_name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             yield f"{name}.{param_name}" if name else param_name, param
 
