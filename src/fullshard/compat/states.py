@@ -32,7 +32,7 @@ from fullshard.engine.bucket import Bucket
 from fullshard.errors import UnsupportedError
 from fullshard.frontend import FSDPModule
 from fullshard.frontend.hooks import engine_of, policy_of
-from fullshard.frontend.ownership import members_of, unit_of, units_below
+from fullshard.frontend.ownership import full_name, members_of, unit_of, units_below
 from fullshard.frontend.places import places_of
 from fullshard.frontend.sharded import unit_and_engine
 from fullshard.schedule import AfterForward, Hold, Residency, UnitPolicy, UnitState
@@ -142,10 +142,6 @@ def _only_group(unit: Unit) -> ParamGroup | None:
 
 def _params(unit: Unit, bucket: Bucket) -> list[Param]:
     return [Param(unit, bucket, number) for number in range(len(bucket.sharded_params))]
-
-
-def _param_fqn(unit: Unit, bucket: Bucket, number: int) -> str:
-    return ".".join(part for part in (unit.name, bucket.names[number]) if part)
 
 
 def _module_info(unit: Unit, bucket: Bucket, number: int) -> ParamModuleInfo:
@@ -261,7 +257,7 @@ class Param(View):
     stands_for = "_fully_shard._fsdp_param.FSDPParam"
     shown: ClassVar[Mapping[str, Callable[[Unit, Bucket, int], object]]] = {
         "sharded_param": lambda unit, bucket, number: bucket.sharded_params[number],
-        "_param_fqn": _param_fqn,
+        "_param_fqn": lambda unit, bucket, number: full_name(unit, bucket.names[number]),
         "_module_info": _module_info,
         "mesh_info": lambda unit, bucket, number: _mesh_info(bucket),
         "sharded_state": lambda unit, bucket, number: _sharded_state(unit),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from fullshard.comm import AllGather, Collectives, Custom, ReduceScatter, collectives_of_twin
-from fullshard.engine import Bucket, Unit
+from fullshard.engine import Bucket
 from fullshard.errors import ArgumentTypeError, AssertedConfigError, ConfigError, NotBuiltError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import unit_of
@@ -201,9 +201,6 @@ class CommunicationControls(ShardedModule):
                 "set_custom_reduce_scatter, which allocates its own memory; use one or the other"
             )
 
-    def _buckets(self, recurse: bool) -> list[Bucket]:
-        return [bucket for unit in self._units(recurse) for bucket in unit.buckets]
-
     def _single_bucket(self, what: str) -> Bucket | None:
         """Return the first bucket, if any; raise if there are several meshes."""
         buckets = self._buckets(recurse=False)
@@ -247,10 +244,6 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
                 f"share_comm_ctx: got a {type(module).__name__} that was not given to "
                 "fully_shard, expected sharded modules"
             )
-    engines = list(dict.fromkeys(engine_of(unit) for unit in _units_of(modules)))
+    engines = list(dict.fromkeys(unit_and_engine(module)[1] for module in modules))
     for engine in engines[1:]:
         engine.share_lanes(engines[0])
-
-
-def _units_of(modules: Iterable[nn.Module]) -> list[Unit]:
-    return [unit for unit in map(unit_of, modules) if unit is not None]

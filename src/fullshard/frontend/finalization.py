@@ -11,20 +11,17 @@ from fullshard.schedule import triggers as when
 class GradientReductionHandle:
     """A handle that ``finalize_backward(async_op=True)`` returns."""
 
+    def __init__(self, engine: Engine | None = None) -> None:
+        """Take the engine whose reductions are under way; None if there is nothing to wait for."""
+        self._engine = engine
+        self._number = None if engine is None else engine.scheduler.reductions.awaited
+
     def wait(self) -> None:
         """Put the reduced gradients where the optimizer reads them; further calls do nothing.
 
         Raises:
             ProtocolError: if ``reset_iter_state`` or a failed backward ended the reductions.
         """
-
-
-class _GradientReductionHandle(GradientReductionHandle):
-    def __init__(self, engine: Engine) -> None:
-        self._engine: Engine | None = engine
-        self._number = engine.scheduler.reductions.awaited
-
-    def wait(self) -> None:
         engine = self._engine
         if engine is None:
             return
@@ -64,7 +61,7 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
         return GradientReductionHandle() if async_op else None
     _check_may_finalize(unit, engine)
     engine.trigger(when.Finalize(waits=not async_op))
-    return _GradientReductionHandle(engine) if async_op else None
+    return GradientReductionHandle(engine) if async_op else None
 
 
 def check_ends_by_itself(unit: Unit) -> None:

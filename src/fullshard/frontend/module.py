@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, wraps
 from types import MethodType
 from typing import Any, Literal, NamedTuple, overload
@@ -35,30 +35,7 @@ class PendingGradient(NamedTuple):
     """This rank's piece of the gradient reduced over shards, but not yet over replicas."""
 
 
-def pending_of(units: Iterable[Unit]) -> dict[nn.Parameter, PendingGradient]:
-    """Return pending gradients by sharded parameter, without parameters that have none."""
-    return {
-        param: gradient
-        for unit in units
-        for bucket in unit.buckets
-        for param, gradient in _of_bucket(bucket)
-    }
-
-
-def drop_pending(units: Iterable[Unit]) -> None:
-    """Drop pending gradients, between steps.
-
-    Raises:
-        ProtocolError: during a forward or backward; nothing was dropped.
-    """
-    units = list(units)
-    for unit in units:
-        engine_of(unit).check_idle("clear_pending_gradients")
-    for unit in units:
-        engine_of(unit).trigger(when.Forget(unit.key))
-
-
-def _of_bucket(bucket: Bucket) -> Iterator[tuple[nn.Parameter, PendingGradient]]:
+def _pending_in(bucket: Bucket) -> Iterator[tuple[nn.Parameter, PendingGradient]]:
     waiting = bucket.waiting
     if not waiting:
         return
@@ -85,15 +62,12 @@ def _partial_pieces(bucket: Bucket, partial: Partial | None) -> list[Tensor | No
 class UnshardHandle:
     """A handle that ``unshard(async_op=True)`` returns."""
 
+    def __init__(self, unit: Unit | None = None) -> None:
+        """Take the unit that is being gathered."""
+        self._unit = unit
+
     def wait(self) -> None:
         """Make the unsharded parameters usable and show them; further calls do nothing."""
-
-
-class _UnshardHandle(UnshardHandle):
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
-
-    def wait(self) -> None:
         unit, self._unit = self._unit, None
         if unit is not None:
             engine_of(unit).trigger(when.UserWait(unit.key))
@@ -106,7 +80,7 @@ def unshard_unit(unit: Unit, *, async_op: bool) -> UnshardHandle | None:
     if engine.scheduler.idle:
         engine.prepare([unit])
     engine.trigger(when.UserUnshard(unit.key))
-    handle = _UnshardHandle(unit)
+    handle = UnshardHandle(unit)
     if async_op:
         return handle
     handle.wait()
@@ -176,7 +150,8 @@ class FSDPModule(CommunicationControls):
         far the reduction has come. The tensors are the engine's own: in-place writes take effect.
         Tensor-parallel gradients are this rank's local tensors. No PyTorch counterpart.
         """
-        return pending_of(self._units(recurse=True))
+        buckets = self._buckets(recurse=True)
+        return {param: grad for bucket in buckets for param, grad in _pending_in(bucket)}
 
     def clear_pending_gradients(self) -> None:
         """Drop the gradients of ``get_pending_gradients``, which ``zero_grad`` does not clear.
@@ -184,7 +159,11 @@ class FSDPModule(CommunicationControls):
         Raises:
             ProtocolError: during a forward or backward.
         """
-        drop_pending(self._units(recurse=True))
+        units = self._units(recurse=True)
+        for unit in units:
+            engine_of(unit).check_idle("clear_pending_gradients")
+        for unit in units:
+            engine_of(unit).trigger(when.Forget(unit.key))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward also reduces gradients over replicas.

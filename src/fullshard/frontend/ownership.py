@@ -102,8 +102,12 @@ def sharded_twin_of(param: nn.Parameter) -> tuple[str, nn.Parameter | None]:
         return "", None
     name, unit = twin
     named = (pair for b in unit.buckets for pair in zip(b.names, b.sharded_params, strict=True))
-    full_name = ".".join(part for part in (unit.name, name) if part)
-    return full_name, next((sharded for own, sharded in named if own == name), None)
+    return full_name(unit, name), next((sharded for own, sharded in named if own == name), None)
+
+
+def full_name(unit: Unit, name: str) -> str:
+    """Return the FQN of the parameter that ``unit`` calls ``name``."""
+    return ".".join(part for part in (unit.name, name) if part)
 
 
 def names_of_stepped(params: Iterable[Tensor]) -> dict[nn.Parameter, str]:
@@ -111,7 +115,7 @@ def names_of_stepped(params: Iterable[Tensor]) -> dict[nn.Parameter, str]:
     asked = {id(param) for param in params}
     units = {unit for module in list(_modules) if (unit := unit_of(module)) is not None}
     return {
-        param: ".".join(part for part in (unit.name, name) if part)
+        param: full_name(unit, name)
         for unit in units
         for bucket in unit.buckets
         if bucket.front is None

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fullshard._torch import autograd as _autograd
 from fullshard.engine import Bucket, Engine, Unit, WireErrors, relative_error
 from fullshard.errors import ArgumentTypeError, BusyError, ConfigError, NotBuiltError
+from fullshard.frontend.contexts import named_sharded
 from fullshard.frontend.explain import explain_forward
 from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
 from fullshard.frontend.ownership import (
@@ -26,10 +27,9 @@ from fullshard.frontend.ownership import (
     unit_of,
     units_below,
 )
-from fullshard.frontend.places import held_params, places_of
+from fullshard.frontend.places import places_of
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK
-from fullshard.tensors.form import clean_name
 
 _as_it_is: ContextVar[bool] = ContextVar("fullshard_state_dict_as_it_is", default=False)
 
@@ -183,14 +183,24 @@ class ShardedModule:
         gradients of this rank in each backward, and the host waits for the device. No PyTorch
         counterpart.
         """
-        look_for_suspects(self._units(recurse=True), enabled=enabled)
+        for bucket in self._buckets(recurse=True):
+            if isinstance(bucket.reduce_policy.inspect, Suspects) != enabled:
+                bucket.change_reduction(inspect=Suspects() if enabled else None)
 
     def nonfinite_gradients(self) -> list[str]:
         """Return and clear the non-finite gradients of this rank that ``set_gradient_check`` found.
 
         Strings "param (unit)", in model order; backward reached the last entry first.
         """
-        return take_suspects(self, self._units(recurse=True))  # type: ignore[arg-type]
+        module: nn.Module = self  # type: ignore[assignment]
+        found = [
+            f"{name} (unit {held.unit.name or '(root)'})"
+            for name, _, held in named_sharded(module, self._units(recurse=True))
+            if held is not None and held.bucket.names[held.number] in _suspects(held.bucket)
+        ]
+        for bucket in self._buckets(recurse=True):
+            _suspects(bucket).clear()
+        return found
 
     def reset_iter_state(self) -> None:
         """Abandon an iteration that an exception ended: reshard all, drop pending gradients.
@@ -210,7 +220,7 @@ class ShardedModule:
         The sending rank then decodes its encoded data and compares it with the values; nothing else
         is sent. No PyTorch counterpart.
         """
-        for bucket in (bucket for unit in self._units(recurse=True) for bucket in unit.buckets):
+        for bucket in self._buckets(recurse=True):
             bucket.spec.wire_check.enabled = enabled
 
     def wire_errors(self) -> WireErrors:
@@ -218,16 +228,18 @@ class ShardedModule:
 
         Call this between steps; the host waits for the device.
         """
-        units = self._units(recurse=True)
-        for engine in dict.fromkeys(map(engine_of, units)):
+        for engine in dict.fromkeys(map(engine_of, self._units(recurse=True))):
             engine.end_reductions()
-        checks = [bucket.spec.wire_check for unit in units for bucket in unit.buckets]
+        checks = [bucket.spec.wire_check for bucket in self._buckets(recurse=True)]
         found = ([p for one in checks for p in one.take(what)] for what in WireErrors._fields)
         return WireErrors(*map(relative_error, found))
 
     def _units(self, recurse: bool) -> list[Unit]:
         module: nn.Module = self  # type: ignore[assignment]
         return units_below([module]) if recurse else [unit_and_engine(self)[0]]
+
+    def _buckets(self, recurse: bool) -> list[Bucket]:
+        return [bucket for unit in self._units(recurse) for bucket in unit.buckets]
 
     def _set_machine(self, **changes: Any) -> None:
         """Change the policy of the whole tree."""
@@ -330,37 +342,10 @@ class Suspects:
                 self.found.add(name)
 
 
-def look_for_suspects(units: Iterable[Unit], *, enabled: bool) -> None:
-    """Start or stop checking the gradients of ``units``."""
-    for bucket in (bucket for unit in units for bucket in unit.buckets):
-        if (_of(bucket) is not None) != enabled:
-            bucket.change_reduction(inspect=Suspects() if enabled else None)
-
-
-def take_suspects(module: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Return and clear the findings below ``module``, in model order."""
-    prefixes = {inner: prefix for prefix, inner in module.named_modules()}
-    turns = {inner: turn for turn, inner in enumerate(prefixes)}
-    found: dict[tuple[int, int], tuple[int, str]] = {}
-    for place, held in held_params(units).items():
-        suspects = _of(held.bucket)
-        if suspects is not None and held.bucket.names[held.number] in suspects.found:
-            name = clean_name(
-                ".".join(part for part in (prefixes[place.module], place.name) if part)
-            )
-            text = f"{name} (unit {held.unit.name or '(root)'})"
-            found.setdefault((id(held.bucket), held.number), (turns[place.module], text))
-    for unit in units:
-        for bucket in unit.buckets:
-            suspects = _of(bucket)
-            if suspects is not None:
-                suspects.found.clear()
-    return [text for _, text in sorted(found.values())]
-
-
-def _of(bucket: Bucket) -> Suspects | None:
+def _suspects(bucket: Bucket) -> set[str]:
+    """Return the names that ``set_gradient_check`` has collected in ``bucket``."""
     inspect = bucket.reduce_policy.inspect
-    return inspect if isinstance(inspect, Suspects) else None
+    return inspect.found if isinstance(inspect, Suspects) else set()
 
 
 _UNDER_WAY = "fullshard: a sharded module is being copied"
