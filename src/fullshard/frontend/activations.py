@@ -104,4 +104,4 @@ def _showing_shapes(model: nn.Module) -> Iterator[None]:
 
 def _places(unit: Unit) -> list[Place]:
     places = places_of(unit)
-    return [*places.all(), *places.in_their_place()]
+    return [*(slot.place for slot in places.slots()), *places.in_their_place()]

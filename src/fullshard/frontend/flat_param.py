@@ -93,15 +93,13 @@ class FlatPlaces(Places):
         """See ``Places``; otherwise modules show the flat parameter or unsharded parameters."""
         for front in self.fronts:
             front.follow()
-        before = self.shows_sharded, self.hidden_by
-        self._in_pieces = True
-        self.show_sharded(buckets)
-        try:
-            yield
-        finally:
-            self._in_pieces = False
-            self.shows_sharded, self.hidden_by = before
+        with self.showing_sharded(buckets):
+            self._in_pieces = True
             self._show_again(buckets)
+            try:
+                yield
+            finally:
+                self._in_pieces = False
 
     def take_over(self, unit: Unit, *, keeps_ties: bool = False) -> None:
         """See ``engine.Registration``."""

@@ -78,15 +78,11 @@ class Places:
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that hold at least one of the parameters."""
-        return list(dict.fromkeys(place.module for place in self.all()))
+        return list(dict.fromkeys(slot.place.module for slot in self._slots))
 
     def slots(self) -> Sequence[_Slot]:
         """Return all places as slots."""
         return self._slots
-
-    def all(self) -> list[Place]:
-        """Return all places."""
-        return [slot.place for slot in self._slots]
 
     def shown(self) -> list[nn.Parameter]:
         """Return the parameters that modules show now; those of several places once each."""
@@ -117,12 +113,12 @@ class Places:
         """Make the modules show the sharded parameters; keep ties that the user made meanwhile."""
         self._note_ties(buckets)
         self.shows_sharded, self.hidden_by = True, None
-        self._show([bucket.sharded_params for bucket in buckets])
+        self._show_again(buckets)
 
     def show_unsharded(self, buckets: Sequence[Bucket]) -> None:
         """Make the modules show the unsharded parameters."""
         self.shows_sharded, self.hidden_by = False, None
-        self._show([bucket.materialized.params for bucket in buckets])
+        self._show_again(buckets)
 
     def hide_unsharded(self, unit: Unit, module: nn.Module) -> None:
         """Show the sharded parameters, if modules do not yet, until ``end_hiding``."""
@@ -151,27 +147,30 @@ class Places:
 
     def _show_again(self, buckets: Sequence[Bucket]) -> None:
         """Repeat the last ``show_sharded`` or ``show_unsharded``."""
-        hidden_by = self.hidden_by
         if self.shows_sharded:
-            self.show_sharded(buckets)
+            self._show([bucket.sharded_params for bucket in buckets])
         else:
-            self.show_unsharded(buckets)
-        self.hidden_by = hidden_by
+            self._show([bucket.materialized.params for bucket in buckets])
 
     def put_back(self, buckets: Sequence[Bucket]) -> list[str]:
         """See ``engine.Registration``."""
         if self.shows_sharded:
             return []
-        ours = [bucket.materialized.params for bucket in buckets]
-        found = [
-            (buckets[bucket].names[number], own.get(name), buckets[bucket].sharded_params[number])
-            for own, name, bucket, number, _ in self._slots
-            if own.get(name) is not ours[bucket][number]
-        ]
-        if found:
+        changed = self._changed([bucket.materialized.params for bucket in buckets])
+        if changed:
             self.show_unsharded(buckets)
         # torch.func.functional_call puts the sharded ones back that it found before the forward.
-        return [name for name, shown, sharded in found if shown is not sharded]
+        slots = ((self._slots[index], now) for index, now in changed.items())
+        found = ((buckets[slot.bucket], slot.number, now) for slot, now in slots)
+        return [own.names[at] for own, at, now in found if now is not own.sharded_params[at]]
+
+    def _changed(self, params: Sequence[Sequence[nn.Parameter]]) -> dict[int, nn.Parameter | None]:
+        """Return what modules show in place of ``params``, by the index of the slot."""
+        return {
+            index: own.get(name)
+            for index, (own, name, bucket, number, _) in enumerate(self._slots)
+            if own.get(name) is not params[bucket][number]
+        }
 
     def lend(
         self, buckets: Sequence[Bucket], params: Sequence[Sequence[nn.Parameter] | None]
@@ -251,16 +250,10 @@ class Places:
             self._check_unsharded(unit)
 
     def _take_over_sharded(self, unit: Unit, *, keeps_ties: bool) -> None:
-        shown = [bucket.sharded_params for bucket in unit.buckets]
-        changed = [
-            (index, own.get(name))
-            for index, (own, name, bucket, number, _) in enumerate(self._slots)
-            if own.get(name) is not shown[bucket][number]
-        ]
+        changed = self._changed([bucket.sharded_params for bucket in unit.buckets])
         if changed:
-            ours = _own(unit.buckets)
-            ties = {index: ours[id(now)] for index, now in changed if id(now) in ours}
-            new = {index: now for index, now in changed if index not in ties}
+            ties = _ties(changed, unit.buckets)
+            new = {index: now for index, now in changed.items() if index not in ties}
             for index, now in new.items():
                 self._check(unit, self._slots[index], now)
             if not keeps_ties:
@@ -299,16 +292,8 @@ class Places:
         """Point slots at the unsharded parameters that modules show; return whether any moved."""
         if self.shows_sharded or self._lent is not None:
             return False
-        shown = [bucket.materialized.params for bucket in buckets]
-        changed = {
-            index: own.get(name)
-            for index, (own, name, bucket, number, _) in enumerate(self._slots)
-            if own.get(name) is not shown[bucket][number]
-        }
-        if not changed:
-            return False
-        ours = _own(buckets)
-        ties = {index: ours[id(now)] for index, now in changed.items() if id(now) in ours}
+        changed = self._changed([bucket.materialized.params for bucket in buckets])
+        ties = _ties(changed, buckets) if changed else {}
         if ties:
             self._point(ties)
         return bool(ties)
@@ -328,7 +313,10 @@ class Places:
     def _check(self, unit: Unit, slot: _Slot, now: nn.Parameter | None) -> None:
         """Raise if ``now``, found in ``slot``, cannot replace our parameter."""
         ours = unit.buckets[slot.bucket].sharded_params[slot.number]
-        if now is None or type(now) is not type(ours) or not _alike(now, ours):
+        is_alike = now is not None and type(now) is type(ours) and now.shape == ours.shape
+        if is_alike and isinstance(now, DTensor) and isinstance(ours, DTensor):
+            is_alike = _dtensor.are_placed_alike(now, ours)
+        if not is_alike:
             raise self._refusal(unit, slot, now)
 
     def _refusal(self, unit: Unit, slot: _Slot, now: nn.Parameter | None) -> ConfigError:
@@ -350,15 +338,16 @@ def _named(slot: _Slot) -> str:
     return f"{slot.name} of {type(slot.place.module).__name__}"
 
 
-def _own(buckets: Sequence[Bucket]) -> dict[int, tuple[int, int]]:
-    """Return bucket and number of each sharded and unsharded parameter, by its ``id``.
+def _ties(changed: Mapping[int, nn.Parameter | None], buckets: Sequence[Bucket]) -> _Targets:
+    """Return those slots of ``changed`` that show another sharded or unsharded parameter of ours.
 
     ``torch.func.functional_call`` puts back what it found: unsharded parameters after the unit was
     resharded, and sharded ones while it is unsharded.
     """
     sharded = [bucket.sharded_params for bucket in buckets]
     whole = [None if bucket.unsharded is None else bucket.materialized.params for bucket in buckets]
-    return {id(param): at for params in (sharded, whole) for param, at in _numbered(params)}
+    ours = {id(param): at for params in (sharded, whole) for param, at in _numbered(params)}
+    return {index: ours[id(now)] for index, now in changed.items() if id(now) in ours}
 
 
 def _numbered(
@@ -379,13 +368,6 @@ def places_of(unit: Unit) -> Places:
 
 class _CannotTakeOver(ConfigError, ProtocolError):
     """A parameter that does not fit, where PyTorch raises a RuntimeError."""
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Return whether two sharded parameters have the same shape, placements and mesh."""
-    if isinstance(one, DTensor) and isinstance(other, DTensor):
-        return _dtensor.are_placed_alike(one, other)
-    return bool(one.shape == other.shape)
 
 
 class Held(NamedTuple):
