@@ -253,8 +253,8 @@ class FSDPModule(CommunicationControls):
 
     def extra_repr(self) -> str:
         """Return what ``print`` adds for this module: the unit, its layout and its bytes."""
-        own: str = super().extra_repr()  # type: ignore[misc]
-        unit = unit_of(self)  # type: ignore[arg-type]
+        own: str = super().extra_repr()
+        unit = unit_of(self)
         return ", ".join(part for part in (own, unit and unit.describe()) if part)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -358,8 +358,7 @@ class FSDPModule(CommunicationControls):
         Raises:
             ConfigError: if other sharded parameters get plain tensors; nothing was changed.
         """
-        module: nn.Module = self  # type: ignore[assignment]
-        check_full_tensors(module, state_dict, assign=assign)
+        check_full_tensors(self, state_dict, assign=assign)
         return super().load_state_dict(state_dict, strict, assign)
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -30,6 +30,8 @@ from fullshard.frontend.ownership import (
 from fullshard.frontend.places import places_of
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 _as_it_is: ContextVar[bool] = ContextVar("fullshard_state_dict_as_it_is", default=False)
 
@@ -72,30 +74,35 @@ def _showing_again(module: nn.Module) -> Iterator[None]:
         raise
 
 
-class ShardedModule:
+if TYPE_CHECKING:
+    _Module = nn.Module
+else:
+    _Module = object  # the other base of each class that this one is mixed into is a module
+
+
+class ShardedModule(_Module):
     """A mixin for the class of a module that is a member of a unit."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, and tell the engine about any exception that ends the call."""
-        module: nn.Module = self  # type: ignore[assignment]
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
         except Exception as error:  # torch calls our hook
-            explain_forward(module, error)
+            explain_forward(self, error)
             raise
         except BaseException:
-            forward_interrupted(module)
+            forward_interrupted(self)
             raise
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the module's class; if it raises, undo our hooks."""
-        with _showing_again(self):  # type: ignore[arg-type]
-            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        with _showing_again(self):
+            return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load as the module's class does; if it raises, undo our hooks."""
-        with _showing_again(self):  # type: ignore[arg-type]
-            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        with _showing_again(self):
+            return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply ``fn`` to the shards; ``to``, ``cuda``, ``float``, ``to_empty`` etc. call this.
@@ -104,8 +111,7 @@ class ShardedModule:
         While only a part of a unit has been moved, its shards stay as they are. The next forward
         refuses the unit if its parameters still differ in device or dtype.
         """
-        module: nn.Module = self  # type: ignore[assignment]
-        units = members_below([module])
+        units = members_below([self])
         for unit in units:
             engine = engine_of(unit)
             engine.check_idle("moving or casting a sharded module")
@@ -115,7 +121,7 @@ class ShardedModule:
         with ExitStack() as stack:
             for bucket in (bucket for unit in units for bucket in unit.buckets):
                 stack.enter_context(bucket.keeping_grad_dtypes())
-            super()._apply(fn, recurse)  # type: ignore[misc]
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             for unit, num_members in units.items():
                 is_whole = recurse and num_members == unit.num_members
                 engine_of(unit).moved(unit, partly=not is_whole)
@@ -128,19 +134,17 @@ class ShardedModule:
         Modules show unsharded parameters between forward and backward, so also after a failed
         backward.
         """
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-        module: nn.Module = self  # type: ignore[assignment]
-        unsharded = [unit for unit in units_below([module]) if not places_of(unit).shows_sharded]
+        super().zero_grad(set_to_none)
+        unsharded = [unit for unit in units_below([self]) if not places_of(unit).shows_sharded]
         if unsharded:
             with ExitStack() as stack:
                 for unit in unsharded:
                     stack.enter_context(places_of(unit).showing_sharded(unit.buckets))
-                super().zero_grad(set_to_none)  # type: ignore[misc]
+                super().zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a sharded copy with new shards and units, for example for a moving average."""
-        module: nn.Module = self  # type: ignore[assignment]
-        return copy_sharded(module, memo)  # type: ignore[return-value]
+        return copy_sharded(self, memo)
 
     def __reduce__(self) -> NoReturn:
         raise NotBuiltError(
@@ -192,10 +196,9 @@ class ShardedModule:
 
         Strings "param (unit)", in model order; backward reached the last entry first.
         """
-        module: nn.Module = self  # type: ignore[assignment]
         found = [
             f"{name} (unit {held.unit.name or '(root)'})"
-            for name, _, held in named_sharded(module, self._units(recurse=True))
+            for name, _, held in named_sharded(self, self._units(recurse=True))
             if held is not None and held.bucket.names[held.number] in _suspects(held.bucket)
         ]
         for bucket in self._buckets(recurse=True):
@@ -235,8 +238,7 @@ class ShardedModule:
         return WireErrors(*map(relative_error, found))
 
     def _units(self, recurse: bool) -> list[Unit]:
-        module: nn.Module = self  # type: ignore[assignment]
-        return units_below([module]) if recurse else [unit_and_engine(self)[0]]
+        return units_below([self]) if recurse else [unit_and_engine(self)[0]]
 
     def _buckets(self, recurse: bool) -> list[Bucket]:
         return [bucket for unit in self._units(recurse) for bucket in unit.buckets]
@@ -352,7 +354,7 @@ _UNDER_WAY = "fullshard: a sharded module is being copied"
 """Key in the memo of a running ``copy.deepcopy``; all other keys of the memo are numbers."""
 
 
-def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+def copy_sharded(module: AnyModule, memo: dict[Any, Any]) -> AnyModule:
     """Return ``copy.deepcopy(module)``; as for any Parameter, gradients are not copied.
 
     Raises:
@@ -363,7 +365,12 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
         return _copy(module, memo)
     members = members_below([module])
     for unit, num_members in members.items():
-        _check(unit, module, num_members)
+        if num_members < unit.num_members:
+            raise ConfigError(
+                f"deepcopy of {type(module).__name__}: unit {unit.name or '(root)'} has "
+                f"{unit.num_members} modules, but {type(module).__name__} contains only "
+                f"{num_members}; copy a sharded module that contains all of them"
+            )
         engine_of(unit).check_idle("deepcopy of a sharded module")
     units = list(members)
     for unit in units:
@@ -386,22 +393,12 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     return new
 
 
-def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+def _copy(module: AnyModule, memo: dict[Any, Any]) -> AnyModule:
     """Copy ``module`` as ``copy.deepcopy`` copies an unsharded module."""
     new: Any = object.__new__(type(module))
     memo[id(module)] = new
     if is_parametrized(module):  # its class refuses __getstate__ and copies __dict__
         new.__dict__.update(copy.deepcopy(module.__dict__, memo))
-        return new  # type: ignore[no-any-return]
-    state: Any = module.__getstate__()
-    new.__setstate__(copy.deepcopy(state, memo))
-    return new  # type: ignore[no-any-return]
-
-
-def _check(unit: Unit, module: nn.Module, inside: int) -> None:
-    if inside < unit.num_members:
-        raise ConfigError(
-            f"deepcopy of {type(module).__name__}: unit {unit.name or '(root)'} has "
-            f"{unit.num_members} modules, but {type(module).__name__} contains only {inside}; copy "
-            "a sharded module that contains all of them"
-        )
+    else:
+        new.__setstate__(copy.deepcopy(cast("Any", module).__getstate__(), memo))
+    return cast("AnyModule", new)
