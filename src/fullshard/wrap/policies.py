@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import nn
@@ -47,7 +47,13 @@ class ModuleWrapPolicy:
         Raises:
             ArgumentTypeError: if ``module_classes`` is not an iterable of classes.
         """
-        self._classes = _checked_classes("ModuleWrapPolicy", module_classes)
+        given: Any = module_classes
+        is_one = isinstance(given, type)
+        classes = tuple(dict.fromkeys(given)) if isinstance(given, Iterable) else (given,)
+        if is_one or not all(isinstance(one, type) for one in classes):
+            hint = f"{{{given.__name__}}}" if is_one else "a set of classes"
+            raise ArgumentTypeError(f"ModuleWrapPolicy: got {given!r}, expected {hint}")
+        self._classes = classes
 
     def choose(self, root: nn.Module, ignored: Collection[nn.Module]) -> dict[nn.Module, Options]:
         """See ``Policy``."""
@@ -168,24 +174,8 @@ vars(size_based_auto_wrap_policy).update(
 )
 
 
-def _checked_classes(label: str, classes: Any) -> tuple[type[nn.Module], ...]:
-    given = tuple(dict.fromkeys(classes)) if isinstance(classes, Iterable) else (classes,)
-    is_one = isinstance(classes, type)
-    if is_one or not all(isinstance(one, type) for one in given):
-        hint = f"{{{classes.__name__}}}" if is_one else "a set of classes"
-        raise ArgumentTypeError(f"{label}: got {classes!r}, expected {hint}")
-    return given
-
-
-@dataclass(frozen=True)
-class _Wrapping:
-    """The settings of the ``enable_wrap`` block that is active."""
-
-    wrapper_cls: Callable[..., nn.Module]
-    options: Options
-
-
-_now: ContextVar[_Wrapping | None] = ContextVar("fullshard_wrapping", default=None)
+_now: ContextVar[Callable[..., nn.Module] | None] = ContextVar("fullshard_wrapping", default=None)
+"""The wrapper of the ``enable_wrap`` block that is active."""
 
 
 @contextmanager
@@ -209,7 +199,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
             f"enable_wrap(wrapper_cls={wrapper_cls!r}): expected a class or a function that takes "
             "a module"
         )
-    token = _now.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    token = _now.set(partial(wrapper_cls, **wrapper_kwargs))
     try:
         yield
     finally:
@@ -223,7 +213,5 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
         module: a module that may become a unit.
         wrap_overrides: options that override the options of ``enable_wrap``.
     """
-    wrapping = _now.get()
-    if wrapping is None:
-        return module
-    return wrapping.wrapper_cls(module, **{**wrapping.options, **wrap_overrides})
+    wrapper = _now.get()
+    return module if wrapper is None else wrapper(module, **wrap_overrides)

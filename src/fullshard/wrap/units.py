@@ -90,7 +90,7 @@ def _chosen(
     if isinstance(policy, Policy):
         return policy.choose(root, ignored.modules)
     if callable(policy):
-        return {module: {} for module in _Walk(policy, ignored, single).over(root)}
+        return {module: {} for module in _asked(root, policy, ignored, single)}
     raise ArgumentTypeError(
         f"policy is {policy!r}, expected one of fullshard.wrap, or a function of module, recurse "
         "and nonwrapped_numel"
@@ -102,41 +102,36 @@ def _chosen(
 _THEIRS = "_run_policy"
 
 
-class _Walk:
-    """A bottom-up walk that calls a function policy and counts elements that are in no unit yet."""
+def _asked(
+    root: nn.Module, policy: PolicyFn, ignored: Ignored, single: tuple[type[nn.Module], ...]
+) -> list[nn.Module]:
+    """Return the modules below ``root`` that a function policy makes units, asked bottom-up."""
+    taken: dict[nn.Module, set[nn.Parameter]] = {}  # module -> parameters in units
+    found: list[nn.Module] = []
 
-    def __init__(
-        self, policy: PolicyFn, ignored: Ignored, single: tuple[type[nn.Module], ...]
-    ) -> None:
-        self._policy, self._ignored, self._single = policy, ignored, single
-        self._taken: dict[nn.Module, set[nn.Parameter]] = {}  # module -> parameters in units
-        self._found: list[nn.Module] = []
-
-    def over(self, root: nn.Module) -> list[nn.Module]:
-        """Return the modules below ``root`` that the policy makes units."""
-        self._visit(root, is_asked=True, is_root=True)
-        return self._found
-
-    def _visit(self, module: nn.Module, *, is_asked: bool, is_root: bool = False) -> None:
-        params = set(module.parameters()).difference(self._ignored.params)
-        goes_in = is_asked and self._says(module, params, recurse=True)
-        taken = self._taken[module] = set()
-        for child in module.children():
-            if child in self._ignored.modules:
-                continue
-            if child not in self._taken:
-                self._visit(child, is_asked=goes_in)
-            taken |= self._taken[child]
-        if is_root:
-            return
-        is_wanted = goes_in and self._says(module, params - taken, recurse=False)
-        if is_wanted or isinstance(module, self._single):
-            self._found.append(module)
-            self._taken[module] = params
-
-    def _says(self, module: nn.Module, params: Iterable[nn.Parameter], *, recurse: bool) -> bool:
+    def says(module: nn.Module, params: Iterable[nn.Parameter], *, recurse: bool) -> bool:
         numel = sum(param.numel() for param in params)
-        return bool(self._policy(module=module, recurse=recurse, nonwrapped_numel=numel))
+        return bool(policy(module=module, recurse=recurse, nonwrapped_numel=numel))
+
+    def visit(module: nn.Module, *, is_asked: bool) -> None:
+        params = set(module.parameters()).difference(ignored.params)
+        goes_in = is_asked and says(module, params, recurse=True)
+        inside = taken[module] = set()
+        for child in module.children():
+            if child in ignored.modules:
+                continue
+            if child not in taken:
+                visit(child, is_asked=goes_in)
+            inside |= taken[child]
+        if module is root:
+            return
+        is_wanted = goes_in and says(module, params - inside, recurse=False)
+        if is_wanted or isinstance(module, single):
+            found.append(module)
+            taken[module] = params
+
+    visit(root, is_asked=True)
+    return found
 
 
 def _children_first(
@@ -160,16 +155,6 @@ class Without(set[nn.Module]):
 
     def __contains__(self, module: Any) -> bool:
         return super().__contains__(module) or self._skips(module)
-
-
-def managed_by(
-    unit: WantedUnit, others: Collection[nn.Module]
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield named parameters in ``unit`` but not in ``others``; tied parameters in every place."""
-    memo = Without(lambda module: module in others and module is not unit.module)
-    for name, module in unit.module.named_modules(memo, unit.name):
-        for param_name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield f"{name}.{param_name}" if name else param_name, param
 
 
 def replace_children(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.wrap.units import Ignored, WantedUnit, managed_by
+from fullshard.wrap.units import Ignored, WantedUnit, Without
 
 _SHOWN = 5  # maximum number of names in a message
 
@@ -76,14 +76,22 @@ def check_read_together(root: nn.Module, units: Sequence[WantedUnit]) -> None:
 def _managed(
     root: nn.Module, units: Sequence[WantedUnit], ignored: Ignored
 ) -> list[tuple[WantedUnit, str, nn.Parameter]]:
-    """Return (unit, FQN, parameter) for all parameters that units would own, the root last."""
+    """Return (unit, FQN, parameter) for all parameters that units would own, the root last.
+
+    Tied parameters occur in every place.
+    """
     closed = {unit.module for unit in units}
     return [
-        (unit, name, param)
+        (unit, f"{prefix}.{name}" if prefix else name, param)
         for unit in (*units, WantedUnit("", root))
-        for name, param in managed_by(unit, closed)
+        for prefix, module in unit.module.named_modules(_without(closed, unit), unit.name)
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
         if param not in ignored.params
     ]
+
+
+def _without(closed: Collection[nn.Module], unit: WantedUnit) -> Without:
+    return Without(lambda module: module in closed and module is not unit.module)
 
 
 def _listed(names: Sequence[str]) -> str:
