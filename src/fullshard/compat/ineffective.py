@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -56,11 +55,7 @@ def _replaced() -> Iterator[str]:
 
 def _foreign(prefix: str, holder: ModuleType | type | None) -> Iterator[str]:
     for name, value in vars(holder).items() if holder is not None else ():
-        function: Any = value
-        if isinstance(value, property):
-            function = value.fget
-        elif isinstance(value, (staticmethod, classmethod)):
-            function = value.__func__
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
         code = getattr(function, "__code__", None)
         if code is not None and not _is_known(code.co_filename):
             yield prefix + name

@@ -6,7 +6,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, Self
@@ -101,32 +101,28 @@ class _Patched:
         held = _changes(self._before, self._theirs_of)
         self._held = {(id(change.namespace), change.name) for change in held}
         ours_of = {id(change.theirs): change.ours for change in (*listed, *shown)}
-        self._changes = [*listed, *_changes(self._before, ours_of)]
-        for change in self._changes:
+        changes = [*listed, *_changes(self._before, ours_of)]
+        self._undo = ExitStack()
+        for change in changes:
             change.namespace[change.name] = change.ours
+            self._undo.callback(change.undo)
         showing = dict.fromkeys(change.namespace["__name__"] for change in shown)
-        self._classes = {module: type(module) for module in map(import_module, showing)}
-        for module, cls in self._classes.items():
+        for module in map(import_module, showing):
             here = {change.name: change for change in shown if change.namespace is vars(module)}
-            module.__class__ = _showing(cls, here)
+            self._undo.callback(setattr, module, "__class__", type(module))
+            module.__class__ = _showing(type(module), here)
         for holder, name, value in ATTRIBUTES:
             setattr(holder, name, value)
-        self._wire = choose_wire(Public)
-        self._accelerate = ShardsOnCpus()
-        self._look = IneffectivePatches().warn
-        before_sharding.append(self._look)
+            self._undo.callback(delattr, holder, name)
+        self._undo.callback(choose_wire, choose_wire(Public))
+        self._undo.callback(ShardsOnCpus().undo)
+        look = IneffectivePatches().warn
+        before_sharding.append(look)
+        self._undo.callback(before_sharding.remove, look)
 
     def undo(self) -> None:
         """Restore everything, also in modules that were imported during the patch."""
-        before_sharding.remove(self._look)
-        self._accelerate.undo()
-        choose_wire(self._wire)
-        for holder, name, _ in ATTRIBUTES:
-            delattr(holder, name)
-        for module, cls in self._classes.items():
-            module.__class__ = cls
-        for change in self._changes:
-            change.undo()
+        self._undo.close()
         for module, space in _modules_but(is_ours):
             late = [
                 change

@@ -13,15 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.distributed.fsdp._fully_shard import _fsdp_state as torch_state
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    DataParallelMeshInfo,
-    DDPMeshInfo,
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    TrainingState,
-)
 from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo, ShardedState
 from torch.distributed.tensor import Replicate
 
@@ -58,12 +52,12 @@ def _dtypes(unit: Unit) -> MixedPrecisionPolicy:
     return policy_of(members_of(unit)[0])
 
 
-def _training_state(unit: Unit) -> TrainingState:
+def _training_state(unit: Unit) -> common.TrainingState:
     holds = state_in_machine(unit).holds & IN_USE
     if not holds:
-        return TrainingState.IDLE
+        return common.TrainingState.IDLE
     in_forward = holds & Hold.FORWARD and not engine_of(unit).scheduler.in_backward
-    return TrainingState.FORWARD if in_forward else TrainingState.PRE_BACKWARD
+    return common.TrainingState.FORWARD if in_forward else common.TrainingState.PRE_BACKWARD
 
 
 def _sharded_state(unit: Unit) -> ShardedState:
@@ -77,7 +71,7 @@ def _do_nothing() -> None:
     """Take the place of a method that fullshard does not need."""
 
 
-def _mesh_info(bucket: Bucket) -> DataParallelMeshInfo:
+def _mesh_info(bucket: Bucket) -> common.DataParallelMeshInfo:
     """Return the data-parallel mesh of ``bucket``, whose dims have the roles of its placements.
 
     Raises:
@@ -91,13 +85,15 @@ def _mesh_info(bucket: Bucket) -> DataParallelMeshInfo:
     place = bucket.spec.form.places[0]
     dims = {isinstance(one, Replicate): dim for dim, one in enumerate(place.placements)}
     if True not in dims:
-        return FSDPMeshInfo(place.mesh, shard_mesh_dim=dims[False])
+        return common.FSDPMeshInfo(place.mesh, shard_mesh_dim=dims[False])
     if False not in dims:
-        return DDPMeshInfo(place.mesh, replicate_mesh_dim=dims[True])
-    return HSDPMeshInfo(place.mesh, shard_mesh_dim=dims[False], replicate_mesh_dim=dims[True])
+        return common.DDPMeshInfo(place.mesh, replicate_mesh_dim=dims[True])
+    return common.HSDPMeshInfo(
+        place.mesh, shard_mesh_dim=dims[False], replicate_mesh_dim=dims[True]
+    )
 
 
-def _post_forward_mesh_info(unit: Unit, bucket: Bucket) -> DataParallelMeshInfo | None:
+def _post_forward_mesh_info(unit: Unit, bucket: Bucket) -> common.DataParallelMeshInfo | None:
     """Return the mesh over which parameters are cut between forward and backward, if they are."""
     if _flags(unit).after_forward is AfterForward.SECONDARY:
         raise UnsupportedError(
