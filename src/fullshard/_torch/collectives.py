@@ -44,24 +44,17 @@ def all_gather(
     """Start the backend's all-gather of every 1-D source into its 1-D output, in one call."""
     if is_of_python(group) and hasattr(group, "all_gather_single_coalesced"):
         return group.all_gather_single_coalesced(list(outputs), list(sources))
-    options = _gather_options(in_order)
+    options = _options(_AllgatherOptions, in_order)
     if len(outputs) == 1:
         return group._allgather_base(outputs[0], sources[0], options)
     return group.allgather_into_tensor_coalesced(list(outputs), list(sources), options)
-
-
-@cache
-def _gather_options(in_order: bool) -> Any:
-    options = _AllgatherOptions()
-    options.asyncOp = not in_order
-    return options
 
 
 def reduce_scatter(
     group: ProcessGroup, output: Tensor, source: Tensor, op: Op, *, in_order: bool = False
 ) -> Work | None:
     """Start the backend's reduce-scatter of 1-D ``source`` into 1-D ``output``."""
-    options = _reduce_options(op, in_order, ReduceScatterOptions)
+    options = _options(ReduceScatterOptions, in_order, op)
     if is_of_python(group) and hasattr(group, "reduce_scatter_single"):
         return group.reduce_scatter_single(output, source, options)
     return group._reduce_scatter_base(output, source, options)
@@ -71,13 +64,15 @@ def all_reduce(
     group: ProcessGroup, values: Tensor, op: Op, *, in_order: bool = False
 ) -> Work | None:
     """Start the backend's all-reduce of ``values``, in place."""
-    return group.allreduce([values], _reduce_options(op, in_order, AllreduceOptions))
+    return group.allreduce([values], _options(AllreduceOptions, in_order, op))
 
 
 @cache
-def _reduce_options(op: Op, in_order: bool, kind: type[Any]) -> Any:
+def _options(kind: type[Any], in_order: bool, op: Op | None = None) -> Any:
     options = kind()
-    options.reduceOp, options.asyncOp = op, not in_order
+    options.asyncOp = not in_order
+    if op is not None:
+        options.reduceOp = op
     return options
 
 
@@ -108,8 +103,7 @@ def all_to_all(
 
     ``sizes`` are those of slices that come, ``lengths`` of those that go; equal ones if empty.
     """
-    options = dist.AllToAllOptions()
-    options.asyncOp = not in_order
+    options = _options(dist.AllToAllOptions, in_order)
     return group.alltoall_base(output, source, [*sizes], [*lengths], options)
 
 

@@ -449,29 +449,23 @@ class Choice:
         return found
 
     def __str__(self) -> str:
-        return ", ".join(self._words()) or "as by default"
-
-    def _words(self) -> Iterator[str]:
-        if self.replicas > 1:
-            yield f"{self.replicas} replicas"
-        if self.layout != PerParameter():
-            yield f"layout {self.layout!r}"
-        if self.reshard_after_forward is False:
-            yield "kept after forward"
-        elif self.reshard_after_forward is not None:
-            yield f"reshard_after_forward={self.reshard_after_forward}"
-        if self.offload_policy != OffloadPolicy():
-            yield "offloaded to the host"
-        if self.wire != WirePolicy():
-            yield f"wire {self.wire}"
-        if self.blocks_per_unit > 1:
-            yield f"{self.blocks_per_unit} blocks a unit"
-        if self.recomputed:
-            yield f"{self.recomputed} blocks recomputed"
-        if self.prefetch_nbytes is not None:
-            yield f"{in_bytes(self.prefetch_nbytes)} gathered ahead"
-        if self.reduction_nbytes is not None:
-            yield f"{in_bytes(self.reduction_nbytes)} in reductions"
+        kept = self.reshard_after_forward is False
+        after = (
+            "kept after forward" if kept else f"reshard_after_forward={self.reshard_after_forward}"
+        )
+        words = {
+            f"{self.replicas} replicas": self.replicas > 1,
+            f"layout {self.layout!r}": self.layout != PerParameter(),
+            after: self.reshard_after_forward is not None,
+            "offloaded to the host": self.offload_policy != OffloadPolicy(),
+            f"wire {self.wire}": self.wire != WirePolicy(),
+            f"{self.blocks_per_unit} blocks a unit": self.blocks_per_unit > 1,
+            f"{self.recomputed} blocks recomputed": self.recomputed > 0,
+        }
+        budgets = {"gathered ahead": self.prefetch_nbytes, "in reductions": self.reduction_nbytes}
+        said = [word for word, is_said in words.items() if is_said]
+        said += [f"{in_bytes(size)} {what}" for what, size in budgets.items() if size is not None]
+        return ", ".join(said) or "as by default"
 
     def checked_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh:
         """Return the mesh to shard over, or check the user's.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -123,7 +124,7 @@ def checked_policy(policy: Any) -> MixedPrecisionPolicy:
         )
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in fields),
-        param_dtype_override_fn=_asked_once(override) if override else None,
+        param_dtype_override_fn=cache(override) if override else None,  # planned more than once
     )
 
 
@@ -135,18 +136,6 @@ def checked_wire(wire: Any) -> WirePolicy:
             'WirePolicy(gather="int8", reduce="bf16")'
         )
     return wire
-
-
-def _asked_once(override: Callable[[nn.Parameter], Any]) -> Callable[[nn.Parameter], Any]:
-    """Wrap ``override`` to call it once per parameter, however often units are planned."""
-    answers: dict[nn.Parameter, Any] = {}
-
-    def ask(param: nn.Parameter) -> Any:
-        if param not in answers:
-            answers[param] = override(param)
-        return answers[param]
-
-    return ask
 
 
 def checked_offload(policy: Any, device_type: str) -> Offload | None:

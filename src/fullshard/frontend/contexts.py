@@ -226,10 +226,7 @@ def units_at_rest(
     if may_be_lent:
         check_lent_alike(units, what)
     own = [unit for unit in units if not (may_be_lent and unit.is_lent)]
-    if without_values:
-        _check_at_rest(own, what)
-    else:
-        _check_lendable(own, what)
+    (_check_at_rest if without_values else _check_lendable)(own, what)
     return units
 
 

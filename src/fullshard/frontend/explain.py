@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from inspect import isfunction
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -249,12 +250,13 @@ def names_of(place: Place) -> list[str]:
     looks for modules around the part among all objects of the process. The search takes as long as
     a garbage collection: call the function for errors only.
     """
-    parents = _parents()
-    found = {
-        clean_name(name)
-        for path in _paths(place.module, parents, frozenset())
-        for name in (".".join((*path, place.name)),)
-    }
+    parents: _Parents = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), nn.Module):  # isinstance() asks proxies, which may do anything
+            for name, child in (vars(one).get("_modules") or {}).items():
+                parents.setdefault(id(child), []).append((one, name))
+    paths = _paths(place.module, parents, frozenset())
+    found = {clean_name(".".join((*path, place.name))) for path in paths}
     return sorted(found, key=lambda name: (len(name), name))
 
 
@@ -264,31 +266,21 @@ def name_of(place: Place) -> str:
     return f"{' = '.join(names_of(place))} ({kind})"
 
 
-def _parents() -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return the parents of all modules by id, with the name that the child has there."""
-    parents: dict[int, list[tuple[nn.Module, str]]] = {}
-    for one in gc.get_objects():
-        if issubclass(type(one), nn.Module):  # isinstance() asks proxies, which may do anything
-            children = vars(one).get("_modules") or {}
-            for name, child in children.items():
-                parents.setdefault(id(child), []).append((one, name))
-    return parents
+_Parents = dict[int, list[tuple[nn.Module, str]]]
+"""The parents of modules, by the ``id`` of the child, with the name that the child has there."""
 
 
-def _paths(
-    module: nn.Module, parents: dict[int, list[tuple[nn.Module, str]]], below: frozenset[int]
-) -> Iterator[Sequence[str]]:
+def _paths(module: nn.Module, parents: _Parents, below: frozenset[int]) -> Iterator[Sequence[str]]:
     """Yield the ways to ``module`` from modules that are in no other, at most ``_MOST_NAMES``."""
     around = [pair for pair in parents.get(id(module), ()) if id(pair[0]) not in below]
     if not around:
         yield ()
-    num_left = _MOST_NAMES
-    for parent, name in around:
-        for path in _paths(parent, parents, below | {id(module)}):
-            yield (*path, name)
-            num_left -= 1
-            if not num_left:
-                return
+    found = (
+        (*path, name)
+        for parent, name in around
+        for path in _paths(parent, parents, below | {id(module)})
+    )
+    yield from islice(found, _MOST_NAMES)
 
 
 RESIZE = "resize_token_embeddings"
@@ -305,38 +297,34 @@ def guard_resize(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         model, given = (args[0], args[1:]) if bound is None else (bound, args)
-        _check(model, *given[:2], **kwargs)
+        _check_resize(model, *given[:2], **kwargs)
         return method(*args, **kwargs)
 
     return guarded
 
 
-def _check(
+def _check_resize(
     model: nn.Module,
     new_num_tokens: int | None = None,
     pad_to_multiple_of: int | None = None,
     **_: Any,
 ) -> None:
-    places = [place for place in _embeddings(model) if owner_of(place) is not None]
+    embeddings = _embeddings(model)
+    places = [place for place in embeddings if owner_of(place) is not None]
     if not places:
         return
-    rows = _num_rows(model)
+    inputs: Any = embeddings[0].module
+    rows = int(getattr(inputs, "num_embeddings", None) or inputs.weight.shape[0])  # pieces are 1-D
     wanted = rows if new_num_tokens is None else new_num_tokens
     if pad_to_multiple_of:
         wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
-    if wanted == rows:
-        return
-    raise UnsupportedError(
-        f"{RESIZE}: {wanted} rows instead of {rows}, but {name_of(places[0])} is already "
-        "sharded. Nothing was changed. Resize before sharding, or: "
-        "fullshard.checkpoint.full_state_dict(model, rank0_only=False), load it into a new model "
-        "that is not sharded, resize that, and shard it"
-    )
-
-
-def _num_rows(model: nn.Module) -> int:
-    inputs: Any = _embeddings(model)[0].module
-    return int(getattr(inputs, "num_embeddings", None) or inputs.weight.shape[0])  # pieces are 1-D
+    if wanted != rows:
+        raise UnsupportedError(
+            f"{RESIZE}: {wanted} rows instead of {rows}, but {name_of(places[0])} is already "
+            "sharded. Nothing was changed. Resize before sharding, or: "
+            "fullshard.checkpoint.full_state_dict(model, rank0_only=False), load it into a new "
+            "model that is not sharded, resize that, and shard it"
+        )
 
 
 def _embeddings(model: Any) -> list[Place]:

@@ -33,17 +33,8 @@ from fullshard.engine import (
     check_extendable,
 )
 from fullshard.errors import AssertedConfigError, ConfigError, UnsupportedError
+from fullshard.frontend import checks
 from fullshard.frontend.additions import Additions
-from fullshard.frontend.checks import (
-    as_modules,
-    check_params,
-    checked_after_forward,
-    checked_ignored,
-    checked_layout,
-    checked_offload,
-    checked_policy,
-    checked_wire,
-)
 from fullshard.frontend.finalization import check_ends_by_itself
 from fullshard.frontend.flat_param import FlatPlaces, innermost
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
@@ -167,7 +158,7 @@ def fully_shard(
     options = dict(locals())
     del options["module"]
     choices = checked_choices(options)
-    shard_modules(as_modules(module), choices)
+    shard_modules(checks.as_modules(module), choices)
     return module
 
 
@@ -177,7 +168,7 @@ def checked_choices(options: Mapping[str, Any]) -> CallOptions:
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
     data_mesh = checked_mesh(given.mesh, given.dp_mesh_dims)
-    after_forward, secondary = checked_after_forward(
+    after_forward, secondary = checks.checked_after_forward(
         given.reshard_after_forward, data_mesh.num_shards
     )
     if data_mesh.shard_dim is None and after_forward is AfterForward.AUTO:
@@ -185,13 +176,13 @@ def checked_choices(options: Mapping[str, Any]) -> CallOptions:
     return CallOptions(
         after_forward=after_forward,
         secondary=secondary,
-        policy=checked_policy(given.mp_policy),
-        offload=checked_offload(given.offload_policy, data_mesh.mesh.device_type),
-        ignored=checked_ignored(given.ignored_params),
+        policy=checks.checked_policy(given.mp_policy),
+        offload=checks.checked_offload(given.offload_policy, data_mesh.mesh.device_type),
+        ignored=checks.checked_ignored(given.ignored_params),
         placement_fn=given.shard_placement_fn,
-        layout=checked_layout(given.layout),
+        layout=checks.checked_layout(given.layout),
         mesh=data_mesh,
-        wire=checked_wire(given.wire),
+        wire=checks.checked_wire(given.wire),
     )
 
 
@@ -215,14 +206,15 @@ def _plan(below: Subtree, choices: CallOptions) -> Plan:
     for unit in below.units:
         engine_of(unit).check_idle("fully_shard")
         check_ends_by_itself(unit)
-    check_params(below.params, choices.layout)
+    checks.check_params(below.params, choices.layout)
     groups: dict[tuple[object, ...], list[_Member]] = {}
     for owned in below.params:
         member = _member(owned, choices)
         groups.setdefault(member.key, []).append(member)
-    specs = (_bucket_spec(members, choices) for members in groups.values())
-    owned_by = ([member.owned for member in members] for members in groups.values())
-    return list(zip(specs, owned_by, strict=True))
+    return [
+        (_bucket_spec(members, choices), [member.owned for member in members])
+        for members in groups.values()
+    ]
 
 
 def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:

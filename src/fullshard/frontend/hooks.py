@@ -75,7 +75,8 @@ class _ForwardHooks:
         engine.enter(self.unit, self.member, find_tensors((args, kwargs)))
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
-            return map_tensors(_Cast(dtype), args), map_tensors(_Cast(dtype), kwargs)
+            cast = partial(_cast, dtype)
+            return map_tensors(cast, args), map_tensors(cast, kwargs)
         return args, kwargs
 
     @_dynamo.never_compiled
@@ -91,7 +92,7 @@ class _ForwardHooks:
         failed = sys.exception() is not call.handled
         engine_of(self.unit).exit(self.unit, self.member, find_tensors(output), failed=failed)
         dtype = self.policy.output_dtype
-        return None if dtype is None or failed else map_tensors(_Cast(dtype), output)
+        return None if dtype is None or failed else map_tensors(partial(_cast, dtype), output)
 
     def _move(self, tensor: Tensor) -> Tensor:
         # Blocking, because a loader may refill a pinned batch as soon as the call returns.
@@ -130,14 +131,8 @@ def _hooks_of(module: nn.Module) -> _ForwardHooks:
     return next(hooks for hooks in found if isinstance(hooks, _ForwardHooks))
 
 
-@dataclass(frozen=True)
-class _Cast:
-    """A cast of floating-point tensors to ``dtype``."""
-
-    dtype: torch.dtype
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @cache
