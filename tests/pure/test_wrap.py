@@ -18,8 +18,14 @@ from torch.distributed.fsdp._wrap_utils import _auto_wrap
 import fullshard
 from fullshard import wrap as ours
 from fullshard.errors import AssertedConfigError, ConfigError, FullshardError, UnsupportedError
-from fullshard.wrap.units import Ignored, WantedUnit, replace_children, units_of
-from fullshard.wrap.unity import check_frozen_apart, check_tied_together
+from fullshard.wrap.units import (
+    Ignored,
+    WantedUnit,
+    check_frozen_apart,
+    check_tied_together,
+    replace_children,
+    units_of,
+)
 
 
 class Wrapped(nn.Module):

@@ -15,8 +15,13 @@ from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError, Unsu
 from fullshard.flat.options import ShardingStrategy
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.ownership import unit_of
-from fullshard.wrap.units import Ignored, replace_children, units_of
-from fullshard.wrap.unity import check_frozen_apart, check_tied_together
+from fullshard.wrap.units import (
+    Ignored,
+    check_frozen_apart,
+    check_tied_together,
+    replace_children,
+    units_of,
+)
 
 
 def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:

@@ -1,10 +1,11 @@
-"""``shard_blocks``: choose the units of a model and shard the model, in one call."""
+"""``shard_blocks`` shards the repeated blocks of a model, ``checkpoint_blocks`` recomputes them."""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Unpack
@@ -29,12 +30,18 @@ from fullshard.frontend.fully_shard import (
 )
 from fullshard.frontend.module import FSDPModule
 from fullshard.frontend.ownership import units_below
+from fullshard.frontend.places import places_of
 from fullshard.layout import LayoutStrategy, PerParameter
 from fullshard.schedule import AfterForward
-from fullshard.tensors.form import WRAPPED
+from fullshard.tensors.form import WRAPPED, clean_name
 from fullshard.wrap.policies import PolicyLike
-from fullshard.wrap.units import Ignored, WantedUnit, units_of
-from fullshard.wrap.unity import check_read_together, check_tied_together
+from fullshard.wrap.units import (
+    Ignored,
+    WantedUnit,
+    check_read_together,
+    check_tied_together,
+    units_of,
+)
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -495,6 +502,89 @@ class Choice:
                 f"{replicas}; leave mesh= out, or plan for this mesh"
             )
         return mesh
+
+
+def checkpoint_blocks(
+    model: nn.Module, *, policy: PolicyLike | None = None, offload: bool = False
+) -> tuple[str, ...]:
+    """Recompute the activations of the repeated blocks of ``model`` in backward.
+
+    Each block then keeps its inputs alone, and backward runs its forward again
+    (``torch.utils.checkpoint``, non-reentrant). The blocks are those that ``shard_blocks`` chooses.
+    Call this before or after the model is sharded, with ``fully_shard``, ``shard_blocks`` or
+    ``FullyShardedDataParallel``. Names of parameters and modules stay as they are.
+
+    Args:
+        model: the whole model, or a part of one.
+        policy: one of ``fullshard.wrap``, which chooses the blocks instead.
+        offload: keep the inputs of the blocks in host memory until backward
+            (``torch.autograd.graph.save_on_cpu``).
+
+    Returns:
+        The names of the blocks, in the order of the model.
+
+    Raises:
+        ArgumentTypeError: if ``model`` is not a module, or ``policy`` not a policy.
+        ConfigError: if no block was found, or one recomputes its activations already; nothing was
+            changed.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(
+            f"checkpoint_blocks: got {type(model).__name__}, expected an nn.Module"
+        )
+    with _showing_shapes(model):
+        names = _chosen(model, policy)
+    found = [unwrapped(model.get_submodule(name)) for name in names]
+    blocks = {clean_name(f"{name}.")[:-1]: one for name, one in zip(names, found, strict=True)}
+    if not blocks:
+        raise ConfigError(
+            f"checkpoint_blocks: found no repeated blocks in {type(model).__name__}; choose them "
+            "by policy=ModuleWrapPolicy({Block}) of fullshard.wrap"
+        )
+    twice = [name for name, block in blocks.items() if recomputes(block)]
+    if twice:
+        raise ConfigError(
+            f"checkpoint_blocks: {twice[0]} recomputes its activations already; call "
+            "checkpoint_blocks once, or not with a plan that recomputes blocks"
+        )
+    recompute(dict.fromkeys(blocks.values()), offload=offload)
+    return tuple(blocks)
+
+
+def _chosen(model: nn.Module, policy: PolicyLike | None) -> list[str]:
+    if policy is None:
+        return [unit.name for unit in choose(model, set()) if unit.why is Why.BLOCK]
+    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    return sorted(
+        (one.name for one in units_of(model, policy, Ignored.of())), key=order.__getitem__
+    )
+
+
+@contextmanager
+def _showing_shapes(model: nn.Module) -> Iterator[None]:
+    """Show parameters of the original shapes in the block, without values.
+
+    Blocks are recognized by the shapes of their parameters, which pieces do not have.
+    """
+    placed = [(places_of(unit), unit.buckets) for unit in units_below([model])]
+    holders = {slot.place.module for places, _ in placed for slot in places.slots()}
+    holders |= {place.module for places, _ in placed for place in places.in_their_place()}
+    before = {module: dict(module._parameters) for module in holders}
+    try:
+        for places, buckets in placed:
+            for place in places.in_their_place():
+                place.module._parameters.pop(place.name, None)
+            shown = [
+                [nn.Parameter(torch.empty(param.shape, device="meta")) for param in layout.params]
+                for layout in (bucket.spec.layout for bucket in buckets)
+            ]
+            for slot in places.slots():
+                slot.params[slot.name] = shown[slot.bucket][slot.number]
+        yield
+    finally:
+        for module, own in before.items():
+            module._parameters.clear()
+            module._parameters.update(own)
 
 
 def recompute(blocks: Iterable[nn.Module], *, offload: bool = False) -> None:

@@ -1,8 +1,8 @@
 """Choose the modules of a model that become units.
 
 ``policies`` has the policies, and ``wrap``, by which a model marks its own modules. ``units``
-applies a policy to a model and can replace the chosen modules, ``unity`` refuses choices that
-cannot be units. Nothing here depends on how a unit is built.
+applies a policy to a model, refuses choices that cannot be units, and can replace the chosen
+modules. Nothing here depends on how a unit is built.
 
     shard_blocks(model, policy=ModuleWrapPolicy({Block}))
 """
