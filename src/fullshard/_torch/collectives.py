@@ -259,12 +259,10 @@ def ranks_of_group_named(name: Any) -> tuple[int, ...]:
 
 def timeout_of(group: ProcessGroup, device_type: str) -> timedelta:
     """Return how long ``group`` waits for a peer."""
-    if is_of_python(group):
+    own = None if is_of_python(group) else group._get_backend(torch.device(device_type))
+    if own is None or own.options is None:  # a stand-in backend without peers has none
         return dist.constants.default_pg_timeout
-    options = group._get_backend(torch.device(device_type)).options
-    if options is None:  # a stand-in backend without peers
-        return dist.constants.default_pg_timeout
-    timeout: timedelta = options._timeout
+    timeout: timedelta = own.options._timeout
     return timeout
 
 

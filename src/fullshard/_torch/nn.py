@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,14 +28,9 @@ CALLS_STEP_HOOKS = _hooked(Optimizer.step).__code__
 
 def stepping_optimizers() -> list[int]:
     """Return the ids of optimizers in the middle of ``step``, in any thread, once for each call."""
-    found = []
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            if frame.f_code is CALLS_STEP_HOOKS and "self" in frame.f_locals:
-                found.append(id(frame.f_locals["self"]))
-            frame = frame.f_back
-    return found
+    stacks = map(walk_stack, sys._current_frames().values())
+    running = (frame for stack in stacks for frame, _ in stack if frame.f_code is CALLS_STEP_HOOKS)
+    return [id(frame.f_locals["self"]) for frame in running if "self" in frame.f_locals]
 
 
 def is_replicated(module: nn.Module) -> bool:

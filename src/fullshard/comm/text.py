@@ -9,8 +9,13 @@ __all__ = ["counted", "in_bytes", "named_ranks"]
 
 def named_ranks(ranks: Sequence[int], *, most: int = 8) -> str:
     """Return words such as "rank 3" or "ranks 0, 1, 2 and 5 more", with up to ``most`` numbers."""
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:most])) + more
+    return ("rank " if len(ranks) == 1 else "ranks ") + listed(ranks, most)
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """Return words such as "weight, bias and 5 more", with the first ``most`` names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def counted(number: int, noun: str) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard._torch import nn as _nn
+from fullshard.comm.text import listed
 from fullshard.engine import Unit
 from fullshard.frontend.flat_param import FLAT_PARAM
 from fullshard.frontend.hooks import registrations
@@ -55,9 +56,8 @@ class Additions:
             return
         added = list(self._added())
         if added and any(bucket.spec.layout.world > 1 for bucket in unit.buckets):
-            more = f" and {len(added) - 8} more" if len(added) > 8 else ""
             warnings.warn(
-                f"parameters {', '.join(added[:8])}{more} were added below unit "
+                f"parameters {listed(added, 8)} were added below unit "
                 f"{unit.name or '(root)'} after it was sharded: they are whole on every rank, and "
                 "their gradients are not reduced, so ranks train different values. Add modules "
                 "before fully_shard, or call fully_shard on the new module before the first step",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from inspect import isfunction
 from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,9 +108,7 @@ def _module_name(module: nn.Module) -> str:
 def _running_modules() -> list[nn.Module]:
     """Return the plain modules whose forward is on the stack, innermost first, up to a unit."""
     found: list[nn.Module] = []
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
+    for frame, _ in walk_stack(sys._getframe(1)):
         module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if isinstance(module, nn.Module):
             if unit_of(module) is not None:

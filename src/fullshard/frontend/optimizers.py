@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.optim import LBFGS, Adafactor, Muon, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard._torch import dynamo as _dynamo
+from fullshard.comm.text import listed
 from fullshard.errors import ConfigError, FullshardError, RaggedOperationError, UnsupportedError
 from fullshard.frontend.ownership import names_of_stepped, sharded_twin_of
 from fullshard.tensors import RaggedTensor, handle_mixed_lists
@@ -138,12 +138,6 @@ def _refusal(
     is_ragged = all(isinstance(param, RaggedTensor) for param in named)
     cls = RaggedOperationError if is_ragged else UnsupportedError
     return cls(
-        f"{type(optimizer).__name__} {why}: {_listed(named.values())}. Nothing was stepped. "
-        f"What to do: {what_to_do}"
+        f"{type(optimizer).__name__} {why}: {listed(sorted(named.values()), 4)}. Nothing was "
+        f"stepped. What to do: {what_to_do}"
     )
-
-
-def _listed(names: Iterable[str], shown: int = 4) -> str:
-    found = sorted(names)
-    more = f" and {len(found) - shown} more" if len(found) > shown else ""
-    return ", ".join(found[:shown]) + more

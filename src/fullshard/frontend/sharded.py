@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from types import FrameType
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from torch import Tensor, nn
@@ -317,13 +317,11 @@ def check_left(what: str, engine: Engine) -> None:
         BusyError: if a forward or backward is running; nothing was changed.
     """
     running = "a backward" if _autograd.current_task() != NO_TASK else None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and running is None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         module = frame.f_locals[_RUNNERS[frame.f_code]] if frame.f_code in _RUNNERS else None
         unit = None if module is None else unit_of(module)
-        if unit is not None and unit.engine is engine:
+        if running is None and unit is not None and unit.engine is engine:
             running = f"the forward of {type(module).__name__}"
-        frame = frame.f_back
     if running is not None:
         raise BusyError(
             f"{what} was called inside of {running}, which is still running and needs what this "

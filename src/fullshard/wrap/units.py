@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.comm.text import listed
 from fullshard.errors import ArgumentTypeError, AssertedConfigError, ConfigError
 from fullshard.wrap.policies import Options, Policy, PolicyFn, PolicyLike
 
@@ -208,9 +209,6 @@ def _put(module: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> None:
             setattr(holder, name, module)
 
 
-_SHOWN = 5  # maximum number of names in a message
-
-
 def check_tied_together(
     root: nn.Module, units: Sequence[WantedUnit], ignored: Ignored = Ignored()
 ) -> None:
@@ -250,9 +248,9 @@ def check_frozen_apart(
         if frozen and trainable:
             raise ConfigError(
                 f"unit {unit.name or '(root)'} ({type(unit.module).__name__}) has frozen "
-                f"parameters ({_listed(frozen)}) and trainable ones ({_listed(trainable)}), but "
-                "with use_orig_params=False it shows them as one; make them units of their own, "
-                "or set use_orig_params=True"
+                f"parameters ({listed(frozen, 5)}) and trainable ones ({listed(trainable, 5)}), "
+                "but with use_orig_params=False it shows them as one; make them units of their "
+                "own, or set use_orig_params=True"
             )
 
 
@@ -291,8 +289,3 @@ def _managed(
 
 def _without(closed: Collection[nn.Module], unit: WantedUnit) -> Without:
     return Without(lambda module: module in closed and module is not unit.module)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
