@@ -16,7 +16,7 @@ from fullshard import _torch
 from fullshard._torch.names import PrivateName
 from fullshard.compat import flat_states, states
 from fullshard.compat.names import OURS, SHOWN
-from fullshard.compat.views import View
+from fullshard.compat.states import View
 from tests.hidden_names import PROGRAMS, RESILIENT
 
 PAGE = Path(__file__).parents[1] / "docs" / "compat.md"

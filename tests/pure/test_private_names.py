@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fullshard import _torch
 from fullshard._torch.names import VERSION
 from fullshard.compat.flat_states import WRAPPER_ATTRIBUTES
-from fullshard.compat.views import View, torch_name
+from fullshard.compat.states import View, torch_name
 from fullshard.errors import UnsupportedError
 from tests.private_names import (
     END_USED,

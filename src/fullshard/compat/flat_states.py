@@ -14,8 +14,7 @@ from typing import Any, ClassVar, NoReturn
 from torch import nn
 
 from fullshard import wrap
-from fullshard.compat.states import state_in_machine
-from fullshard.compat.views import View, originals, torch_file, torch_name
+from fullshard.compat.states import View, originals, state_in_machine, torch_file, torch_name
 from fullshard.errors import UnsupportedError
 from fullshard.flat import FullyShardedDataParallel
 from fullshard.schedule import Hold

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from fullshard.compat.views import torch_file
+from fullshard.compat.states import torch_file
 
 _IMPLEMENTATION = {
     "_fully_shard._fsdp_collectives": (),

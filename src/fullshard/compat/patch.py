@@ -22,7 +22,7 @@ from fullshard.compat.names import (
     is_ours,
     keeps_torchs,
 )
-from fullshard.compat.views import originals
+from fullshard.compat.states import originals
 from fullshard.frontend.fully_shard import before_sharding
 
 Namespace = dict[str, Any]

@@ -44,12 +44,12 @@ from fullshard.flat.state import StateDicts
 from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded, checked_wire
 from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.explain import RESIZE, guard_resize
-from fullshard.frontend.flat_param import FLAT_PARAM, innermost
 from fullshard.frontend.fully_shard import CallOptions, Shown, shard_modules
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.module import UnshardHandle, unshard_unit
 from fullshard.frontend.ownership import collect, unit_of, units_below
+from fullshard.frontend.places import FLAT_PARAM, innermost
 from fullshard.frontend.sharded import ShardedModule
 from fullshard.layout import Ragged
 from fullshard.optim import clip_grad_norm_

@@ -1,12 +1,11 @@
 """``fully_shard`` and the methods that sharding adds to modules.
 
-``ownership`` finds the parameters of a call and ``places`` their places in modules. ``checks``
-refuses wrong arguments, ``meshes`` chooses the ranks of each cut, ``fully_shard`` groups parameters
-and makes the unit. ``blocks`` chooses units, and recomputes blocks in backward. ``hooks`` drive the
-engine. ``sharded`` is the base class of sharded modules. ``module`` adds the methods for users,
-with ``controls`` for communication. ``contexts`` lends full parameters, ``flat_param`` shows one
-parameter for all of a unit. ``optimizers`` and ``additions`` refuse or report parameters that would
-not be trained, ``explain`` rewords torch's errors.
+``ownership`` finds the parameters of a call, ``places`` is what modules show in their places.
+``checks`` refuses wrong arguments, ``meshes`` chooses the ranks of each cut, ``fully_shard`` groups
+parameters and makes the unit. ``blocks`` chooses units, and recomputes blocks in backward.
+``hooks`` drive the engine. ``sharded`` is the base class of sharded modules. ``module`` adds the
+methods for users, with ``controls`` for communication. ``contexts`` lends full parameters.
+``optimizers`` refuses parameters that would not be trained, ``explain`` rewords torch's errors.
 """
 
 from __future__ import annotations

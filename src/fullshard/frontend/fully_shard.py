@@ -34,14 +34,12 @@ from fullshard.engine import (
 )
 from fullshard.errors import AssertedConfigError, ConfigError, UnsupportedError
 from fullshard.frontend import checks
-from fullshard.frontend.additions import Additions
-from fullshard.frontend.flat_param import FlatPlaces, innermost
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
 from fullshard.frontend.meshes import DataMesh, checked_mesh, data_mesh
 from fullshard.frontend.module import check_ends_by_itself, sharded_class
 from fullshard.frontend.optimizers import check_optimizers_again
-from fullshard.frontend.ownership import PlacedParam, Subtree, collect, enlist, unit_of
-from fullshard.frontend.places import Places
+from fullshard.frontend.ownership import Additions, PlacedParam, Subtree, collect, enlist, unit_of
+from fullshard.frontend.places import FlatPlaces, Places, innermost
 from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter
 from fullshard.schedule import AfterForward, UnitPolicy
 from fullshard.tensors import (
