@@ -15,7 +15,6 @@ def _named(room: ModuleType, names: Iterable[str]) -> dict[str, object]:
 
 
 _FSDP1 = _named(flat, flat.__all__)
-_NOT_IN_API = ("FullyShardedDataParallel", "OptimStateKeyType")
 _CALLS = _named(
     frontend,
     "FSDPModule GradientReductionHandle UnshardHandle fully_shard register_fsdp_forward_method"
@@ -28,7 +27,6 @@ _STATE1 = {"_get_module_fsdp_state": flat_states.module_state}
 
 OURS: dict[str, dict[str, object]] = {
     "torch.distributed.fsdp": _FSDP1 | _POLICIES | _MESH_DIMS | _CALLS,
-    "torch.distributed.fsdp.api": {n: _FSDP1[n] for n in _FSDP1 if n not in _NOT_IN_API},
     "torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1,
     # Called by torch.distributed.checkpoint.state_dict, and by all that looks for wrappers.
     "torch.distributed.fsdp._common_utils": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from fullshard.engine import (
 )
 from fullshard.errors import ArgumentTypeError, ConfigError, FullshardError
 from fullshard.frontend.hooks import engine_of
-from fullshard.frontend.ownership import managed, owner_of, unit_of
+from fullshard.frontend.ownership import outside, owner_of, unit_of
 from fullshard.frontend.places import Held, Place, held_params, places_of
 from fullshard.tensors import local_part, shown_like
 from fullshard.tensors.form import clean_name
@@ -183,13 +183,13 @@ def _units_to_lend(
             f"got {type(module).__name__}, expected a module: a sharded one, or one with sharded "
             "modules inside, or a part of one"
         )
-    everywhere = _owners_in(list(module.modules()))
+    everywhere = _owners_in(module.modules())
     if recurse:
         return everywhere
     own = unit_of(module)
     if own is not None:
         return [own]
-    found = _owners_in(managed([module]))
+    found = _owners_in(outside([module]))
     if everywhere and not found and not may_be_none:
         inner = ", ".join(unit.name or "(root)" for unit in everywhere[:8])
         raise ConfigError(
@@ -200,7 +200,7 @@ def _units_to_lend(
     return found
 
 
-def _owners_in(modules: Sequence[nn.Module]) -> list[Unit]:
+def _owners_in(modules: Iterable[nn.Module]) -> list[Unit]:
     """Return the units that have a member or a parameter in ``modules``, outermost first."""
     found: dict[Unit, None] = {}
     for module in modules:

@@ -193,13 +193,15 @@ Plan = list[tuple[BucketSpec, list[PlacedParam]]]
 """The planned buckets of a unit, with their parameters; nothing is allocated yet."""
 
 
-def plan_unit(modules: Sequence[nn.Module], choices: CallOptions) -> Plan:
-    """Return the plan for ``shard_modules``; raise if ``modules`` cannot be sharded."""
-    return _plan(collect(modules, choices.ignored), choices)
+def plan_unit(modules: Sequence[nn.Module], choices: CallOptions) -> tuple[Subtree, Plan]:
+    """Return what is below ``modules``, and the plan for ``shard_modules``; change nothing.
 
+    Parameters are grouped by mesh, dtypes, trainability and class.
 
-def _plan(below: Subtree, choices: CallOptions) -> Plan:
-    """Check what is below a call; group parameters by mesh, dtypes, trainability and class."""
+    Raises:
+        ConfigError, UnsupportedError, ProtocolError: if ``modules`` cannot be sharded.
+    """
+    below = collect(modules, choices.ignored)
     for unit in below.units:
         engine_of(unit).check_idle("fully_shard")
         check_ends_by_itself(unit)
@@ -208,7 +210,7 @@ def _plan(below: Subtree, choices: CallOptions) -> Plan:
     for owned in below.params:
         member = _member(owned, choices)
         groups.setdefault(member.key, []).append(member)
-    return [
+    return below, [
         (_bucket_spec(members, choices), [member.owned for member in members])
         for members in groups.values()
     ]
@@ -222,8 +224,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
     """
     for look in before_sharding:
         look()
-    below = collect(modules, choices.ignored)
-    plan = _plan(below, choices)
+    below, plan = plan_unit(modules, choices)
     device = choices.mesh.device
     buckets = [Bucket(spec, [owned.param for owned in params]) for spec, params in plan]
     places = _places(modules, plan, choices, buckets)

@@ -288,9 +288,21 @@ class FSDPModule(CommunicationControls):
         Call this on the root, for schedules in which a separate action reduces gradients.
 
         Raises:
+            ArgumentTypeError: if ``enabled`` is not a bool.
             ProtocolError: if this is not the root, or if a backward began and was not finalized.
         """
-        check_mode_may_change(unit_and_engine(self)[0], enabled)
+        what = f"set_manual_backward_finalization({enabled!r})"
+        if not isinstance(enabled, bool):
+            raise ArgumentTypeError(f"{what}: expected a bool")
+        unit, engine = unit_and_engine(self)
+        _check_root(unit, what)
+        is_other = enabled != engine.scheduler.policy.manual_finalization
+        if is_other and engine.scheduler.reductions.open:
+            raise ProtocolError(
+                f"{what} would change the mode after a backward began; end that first, by "
+                "finalize_backward() and wait() of its handle, by a backward with "
+                "set_is_last_backward(True), or by reset_iter_state()"
+            )
         self._set_machine(manual_finalization=enabled)
 
     @overload
@@ -319,7 +331,12 @@ class FSDPModule(CommunicationControls):
                 backward is running. Also if ``wait`` of an earlier handle was not called, or
                 gradients would not be reduced over replicas.
         """
-        return finalize(unit_and_engine(self)[0], async_op=async_op)
+        unit, engine = unit_and_engine(self)
+        if engine.scheduler.last_use < 0:
+            return GradientReductionHandle() if async_op else None
+        _check_may_finalize(unit, engine)
+        engine.trigger(when.Finalize(waits=not async_op))
+        return GradientReductionHandle(engine) if async_op else None
 
     def set_prefetch_budget(self, nbytes: int | None, *, recurse: bool = True) -> None:
         """Prefetch units while unsharded bytes, without the root's, stay within ``nbytes``.
@@ -381,36 +398,6 @@ class FSDPModule(CommunicationControls):
         """
         check_full_tensors(self, state_dict, assign=assign)
         return super().load_state_dict(state_dict, strict, assign)
-
-
-def check_mode_may_change(unit: Unit, enabled: bool) -> None:
-    """Refuse ``set_manual_backward_finalization(enabled)`` where it cannot work.
-
-    Raises:
-        ArgumentTypeError: if ``enabled`` is not a bool.
-        ProtocolError: if the module is not the root, or a backward began and was not finalized.
-    """
-    what = f"set_manual_backward_finalization({enabled!r})"
-    if not isinstance(enabled, bool):
-        raise ArgumentTypeError(f"{what}: expected a bool")
-    _check_root(unit, what)
-    engine = engine_of(unit)
-    if enabled != engine.scheduler.policy.manual_finalization and engine.scheduler.reductions.open:
-        raise ProtocolError(
-            f"{what} would change the mode after a backward began; end that first, by "
-            "finalize_backward() and wait() of its handle, by a backward with "
-            "set_is_last_backward(True), or by reset_iter_state()"
-        )
-
-
-def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
-    """Reduce all pending gradients in the tree with root ``unit``; see ``FSDPModule``."""
-    engine = engine_of(unit)
-    if engine.scheduler.last_use < 0:
-        return GradientReductionHandle() if async_op else None
-    _check_may_finalize(unit, engine)
-    engine.trigger(when.Finalize(waits=not async_op))
-    return GradientReductionHandle(engine) if async_op else None
 
 
 def check_ends_by_itself(unit: Unit) -> None:

@@ -184,7 +184,7 @@ class Subtree:
     units: list[Unit]
     """The units that have members inside, see ``units_below``."""
     modules: list[nn.Module]
-    """The modules that are in no inner unit, see ``managed``."""
+    """The modules that are in no inner unit, see ``outside``."""
     params: list[PlacedParam]
     """The parameters that no inner unit owns and the call does not ignore."""
 
@@ -199,14 +199,14 @@ def collect(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> 
     ignored_ids = {id(param) for param in ignored}
     owned: dict[int, PlacedParam] = {}
     left: dict[nn.Parameter, list[_Left]] = {}  # by inner units, as their calls ignored them
-    outside = _outside(modules)
-    for module, prefix in outside.items():
+    outer = outside(modules)
+    for module, prefix in outer.items():
         for name, param in module._parameters.items():
             if param is not None and id(param) not in ignored_ids:
                 entry = owned.setdefault(id(param), PlacedParam(param, prefix + name))
                 entry.places.append(Place(module, name))
     for module, (prefix, unit) in _inside(modules).items():
-        for name, param in module._parameters.items() if module not in outside else ():
+        for name, param in module._parameters.items() if module not in outer else ():
             place = Place(module, name)
             if param is not None and id(param) not in ignored_ids and not owner_of(place):
                 left.setdefault(param, []).append(_Left(unit, prefix + name, place))
@@ -215,7 +215,7 @@ def collect(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> 
         if id(param) in owned or len(units) > 1:
             entry = owned.setdefault(id(param), PlacedParam(param, places[0].full_name))
             entry.places.extend(one.place for one in places)
-    return Subtree(units_below(modules), list(outside), list(owned.values()))
+    return Subtree(units_below(modules), list(outer), list(owned.values()))
 
 
 class _Left(NamedTuple):
@@ -226,12 +226,7 @@ class _Left(NamedTuple):
     place: Place
 
 
-def managed(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules below ``modules``, each once, except those of inner units and of DDP."""
-    return list(_outside(modules))
-
-
-def _outside(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
+def outside(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     """Return the modules outside of inner units and of DDP, with the prefix of parameter names."""
     named = _named(modules, lambda m: unit_of(m) is not None or _nn.is_replicated(m))
     return {module: f"{name}." if name else "" for name, module in named}
@@ -265,7 +260,7 @@ class Additions:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Take the modules that the unit manages, see ``ownership.managed``.
+        """Take the modules that the unit manages, see ``outside``.
 
         Units have taken their parameters. The other parameters were left out on purpose, and may
         be replaced.

@@ -174,7 +174,18 @@ class ShardedModule(_Module):
                 Also if a unit is inside of two units, neither of which is inside of the other.
         """
         engine = unit_and_engine(self)[1]
-        _check_may_tolerate(self._units(recurse), engine, tolerant)
+        what, root = f"set_skip_tolerance({tolerant!r})", engine.units[-1]
+        if not isinstance(tolerant, bool):
+            raise ArgumentTypeError(f"{what}: expected a bool")
+        engine.check_idle(what)
+        if tolerant and root in self._units(recurse):
+            raise ConfigError(
+                f"{what} on unit {root.name or '(root)'}, which is inside of no other unit: ranks "
+                "may skip parts of a model, not all of it. Call it on units inside, after "
+                "fully_shard on the root"
+            )
+        if tolerant:
+            _check_one_around(engine, what)
         engine.end_reductions()
         engine.weights_changed()
         engine.reshard_all()
@@ -267,22 +278,6 @@ def unit_and_engine(module: Any) -> tuple[Unit, Engine]:
             "or its class was used without fully_shard"
         )
     return unit, engine_of(unit)
-
-
-def _check_may_tolerate(units: Sequence[Unit], engine: Engine, tolerant: bool) -> None:
-    """Refuse ``set_skip_tolerance(tolerant)`` in the middle of a step, or for the root."""
-    what = f"set_skip_tolerance({tolerant!r})"
-    if not isinstance(tolerant, bool):
-        raise ArgumentTypeError(f"{what}: expected a bool")
-    engine.check_idle(what)
-    if tolerant and engine.units[-1] in units:
-        raise ConfigError(
-            f"{what} on unit {engine.units[-1].name or '(root)'}, which is inside of no other "
-            "unit: ranks may skip parts of a model, not all of it. Call it on units inside, "
-            "after fully_shard on the root"
-        )
-    if tolerant:
-        _check_one_around(engine, what)
 
 
 def _check_one_around(engine: Engine, what: str) -> None:
