@@ -14,7 +14,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -29,21 +29,11 @@ from fullshard.frontend.hooks import registrations
 from fullshard.frontend.places import FLAT_PARAM, Place
 from fullshard.wrap.units import Without
 
-
-@dataclass(slots=True)
-class _Known:
-    """A module that was given to fully_shard, or whose own parameters are sharded.
-
-    References to units are weak, because units refer to modules; hooks keep the units alive.
-    """
-
-    unit: weakref.ref[Unit] | None = None
-    """The unit that the module is a member of."""
-    owners: dict[str, weakref.ref[Unit]] = field(default_factory=dict)
-    """The units that own the module's parameters, by name."""
-
-
-_modules: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+# Units by module: under None the unit that the module is a member of, under a parameter's name the
+# owner of that parameter. References are weak, because units refer to modules; hooks keep the units
+# alive.
+_modules: weakref.WeakKeyDictionary[nn.Module, dict[str | None, weakref.ref[Unit]]]
+_modules = weakref.WeakKeyDictionary()
 # Original parameters that were sharded but stay alive, because something outside refers to them.
 _originals: MutableMapping[Tensor, _Original] = WeakIdKeyDictionary()
 
@@ -61,8 +51,7 @@ class _Original(NamedTuple):
 
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit that ``module`` is a member of, if any."""
-    known = _modules.get(module)
-    return None if known is None or known.unit is None else known.unit()
+    return _unit_at(module, None)
 
 
 def members_of(unit: Unit) -> list[nn.Module]:
@@ -72,17 +61,20 @@ def members_of(unit: Unit) -> list[nn.Module]:
 
 def owner_of(place: Place) -> Unit | None:
     """Return the unit that owns the parameter at ``place``, if any."""
-    known = _modules.get(place.module)
-    reference = None if known is None else known.owners.get(place.name)
+    return _unit_at(place.module, place.name)
+
+
+def _unit_at(module: nn.Module, name: str | None) -> Unit | None:
+    reference = _modules.get(module, {}).get(name)
     return None if reference is None else reference()
 
 
 def owned_places() -> Iterator[tuple[Place, Unit]]:
     """Yield the places of all sharded parameters in this process, with the units that own them."""
     for module, known in list(_modules.items()):
-        for name, reference in known.owners.items():
+        for name, reference in known.items():
             unit = reference()
-            if unit is not None:
+            if unit is not None and name is not None:
                 yield Place(module, name), unit
 
 
@@ -133,28 +125,24 @@ def enlist(modules: Iterable[nn.Module], owned: Iterable[PlacedParam], unit: Uni
     """Make ``modules`` the members of ``unit``, and ``unit`` the owner of ``owned``."""
     reference = weakref.ref(unit)
     for module in modules:
-        _modules.setdefault(module, _Known()).unit = reference
+        _modules.setdefault(module, {})[None] = reference
     for one in owned:
         first = one.places[0]
         _originals[one.param] = _Original(
             one.name, reference, weakref.ref(first.module), first.name
         )
         for place in one.places:
-            _modules.setdefault(place.module, _Known()).owners[place.name] = reference
+            _modules.setdefault(place.module, {})[place.name] = reference
 
 
 def enlist_copy(modules: Iterable[nn.Module], memo: Mapping[Any, Any]) -> None:
     """Register the copies of ``modules`` with the copies of their units, all found in ``memo``."""
     for module in modules:
-        known, new = _modules.get(module), memo[id(module)]
-        unit = unit_of(module)
-        if unit is not None:
-            _modules.setdefault(new, _Known()).unit = weakref.ref(memo[id(unit)])
-        for name, reference in known.owners.items() if known is not None else ():
-            owner = reference()
-            if owner is not None and id(owner) in memo:
-                owners = _modules.setdefault(new, _Known()).owners
-                owners[name] = weakref.ref(memo[id(owner)])
+        for name, reference in _modules.get(module, {}).items():
+            unit = reference()
+            if unit is not None and id(unit) in memo:
+                known = _modules.setdefault(memo[id(module)], {})
+                known[name] = weakref.ref(memo[id(unit)])
 
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
@@ -174,7 +162,7 @@ class PlacedParam:
 
     param: nn.Parameter
     name: str
-    places: list[Place] = field(default_factory=list)
+    places: list[Place]
 
 
 @dataclass(frozen=True)
@@ -197,31 +185,30 @@ def collect(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> 
     that of ``named_parameters``.
     """
     ignored_ids = {id(param) for param in ignored}
-    owned: dict[int, PlacedParam] = {}
-    left: dict[nn.Parameter, list[_Left]] = {}  # by inner units, as their calls ignored them
     outer = outside(modules)
-    for module, prefix in outer.items():
+    homes: dict[nn.Module, tuple[str, Unit | None]]
+    homes = {module: (prefix, None) for module, prefix in outer.items()}
+    homes |= {module: at for module, at in _inside(modules).items() if module not in outer}
+    found: dict[nn.Parameter, list[_Found]] = {}
+    for module, (prefix, unit) in homes.items():
         for name, param in module._parameters.items():
-            if param is not None and id(param) not in ignored_ids:
-                entry = owned.setdefault(id(param), PlacedParam(param, prefix + name))
-                entry.places.append(Place(module, name))
-    for module, (prefix, unit) in _inside(modules).items():
-        for name, param in module._parameters.items() if module not in outer else ():
             place = Place(module, name)
-            if param is not None and id(param) not in ignored_ids and not owner_of(place):
-                left.setdefault(param, []).append(_Left(unit, prefix + name, place))
-    for param, places in left.items():
-        units = {unit for unit, _, _ in places}
-        if id(param) in owned or len(units) > 1:
-            entry = owned.setdefault(id(param), PlacedParam(param, places[0].full_name))
-            entry.places.extend(one.place for one in places)
-    return Subtree(units_below(modules), list(outer), list(owned.values()))
+            is_owned = unit is not None and owner_of(place) is not None
+            if param is not None and id(param) not in ignored_ids and not is_owned:
+                found.setdefault(param, []).append(_Found(unit, prefix + name, place))
+    params = []
+    for param, places in found.items():
+        units = {one.unit for one in places}
+        if None in units or len(units) > 1:
+            params.append(PlacedParam(param, places[0].full_name, [one.place for one in places]))
+    return Subtree(units_below(modules), list(outer), params)
 
 
-class _Left(NamedTuple):
-    """A place inside an inner unit that no unit owns."""
+class _Found(NamedTuple):
+    """A place of a parameter that no unit owns."""
 
-    unit: Unit
+    unit: Unit | None
+    """The unit that its module is inside of, whose call ignored the parameter."""
     full_name: str
     place: Place
 
