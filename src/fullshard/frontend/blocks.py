@@ -170,34 +170,32 @@ def shard_blocks(
             f"shard_blocks: parts of this {type(model).__name__} were given to fully_shard before; "
             "shard the rest by hand, or give it a model of which nothing is sharded"
         )
-    choice = None if plan is None else Choice.of(plan)
-    others: dict[str, Any] = {**options}
-    if choice is not None:
-        if reshard_after_forward is not None or not others.keys().isdisjoint(CHOSEN):
-            raise ConfigError(
-                f"shard_blocks(plan=...): the plan has chosen {', '.join(CHOSEN)}; leave them out, "
-                "or give them to fullshard.plan"
-            )
-        mesh = choice.checked_mesh(mesh)
-        others |= {name: getattr(choice, name) for name in CHOSEN}
     given: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
         "ignored_params": ignored_params,
-        **others,
+        **options,
     }
+    choice = Choice() if plan is None else Choice.of(plan)
+    if plan is not None:
+        if reshard_after_forward is not None or not options.keys().isdisjoint(CHOSEN):
+            raise ConfigError(
+                f"shard_blocks(plan=...): the plan has chosen {', '.join(CHOSEN)}; leave them out, "
+                "or give them to fullshard.plan"
+            )
+        given["mesh"] = choice.checked_mesh(mesh)
+        given |= {name: getattr(choice, name) for name in CHOSEN}
     choices = checked_choices(given)
+    given["mesh"] = given["mesh"] or choices.mesh.mesh
     decided = (
-        _by_shape(model, choices)
-        if policy is None
-        else _by_policy(model, policy, choices, {**given, "mesh": mesh or choices.mesh.mesh})
+        _by_shape(model, choices) if policy is None else _by_policy(model, policy, choices, given)
     )
     blocks = [one.module for one in decided if one.unit.why in (Why.BLOCK, Why.POLICY)]
-    recompute(blocks[: choice.recomputed if choice else 0])
-    made = list(_grouped(decided, choice.blocks_per_unit if choice else 1))
+    recompute(blocks[: choice.recomputed])
+    made = list(_grouped(decided, choice.blocks_per_unit))
     for group in made:
         shard_modules([one.module for one in group], group[0].choices)
-    if choice is not None:
+    if plan is not None:
         assert isinstance(model, FSDPModule)
         model.set_prefetch_budget(choice.prefetch_nbytes)
         model.set_reduction_budget(choice.reduction_nbytes)

@@ -249,7 +249,8 @@ def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
     if choices.shown is Shown.DTENSORS:
         explain_uses(parallel=any(any(bucket.spec.parallel or ()) for bucket in buckets))
         for module in modules:
-            module.__class__ = sharded_class(type(module))
+            kind: Any = type(module)  # hashable, even if it defines __eq__ for its instances
+            module.__class__ = sharded_class(kind)
             _nn.mark_sharded(module)
     for module in below.modules:
         _nn.mark_managed(module, shows_originals=choices.shown is not Shown.FLAT)

@@ -485,13 +485,8 @@ class _NoMethod(ConfigError, AttributeError):
     """A missing method, where PyTorch raises an AttributeError."""
 
 
-def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return ``FSDP<Name>``, which is ``cls`` with ``FSDPModule`` mixed in; cached."""
-    key: Any = cls  # hashable, even if the class defines __eq__ for its instances
-    return _sharded_class(key)
-
-
 @cache
-def _sharded_class(cls: Any) -> type[nn.Module]:
+def sharded_class(cls: Any) -> type[nn.Module]:
+    """Return ``FSDP<Name>``, which is ``cls`` with ``FSDPModule`` mixed in; cached."""
     own = {"__module__": cls.__module__, **guarded_methods(cls)}
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
