@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["counted", "in_bytes", "named_ranks"]
+__all__ = ["counted", "in_bytes", "listed", "named_ranks"]
 
 
 def named_ranks(ranks: Sequence[int], *, most: int = 8) -> str:

@@ -14,14 +14,7 @@ from typing import Any, NamedTuple, Self
 from fullshard.comm import Public, choose_wire
 from fullshard.compat.accelerate_cpu import ShardsOnCpus
 from fullshard.compat.ineffective import IneffectivePatches
-from fullshard.compat.names import (
-    ATTRIBUTES,
-    BUILT_ON_SHOWN,
-    OURS,
-    SHOWN,
-    is_ours,
-    keeps_torchs,
-)
+from fullshard.compat.names import ATTRIBUTES, BUILT_ON_SHOWN, OURS, SHOWN, is_ours, keeps_torchs
 from fullshard.compat.states import originals
 from fullshard.frontend.fully_shard import before_sharding
 

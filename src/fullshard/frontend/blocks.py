@@ -20,7 +20,7 @@ from fullshard.comm import default_mesh
 from fullshard.comm.text import in_bytes
 from fullshard.engine import OffloadPolicy, WirePolicy
 from fullshard.errors import ArgumentTypeError, ConfigError
-from fullshard.frontend.checks import as_modules
+from fullshard.frontend.checks import as_modules, has_forward
 from fullshard.frontend.fully_shard import (
     CallOptions,
     ShardOptions,
@@ -362,7 +362,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _is_bare_list(module: nn.Module) -> bool:
-    return isinstance(module, _CONTAINERS) and not _has_forward(module)
+    return isinstance(module, _CONTAINERS) and not has_forward(module)
 
 
 def _kinds_in_stages(alike: Sequence[nn.Module]) -> set[type[nn.Module]]:
@@ -378,7 +378,7 @@ def _kinds_in_stages(alike: Sequence[nn.Module]) -> set[type[nn.Module]]:
             for held in around
             if isinstance(held, _CONTAINERS)
             for block in _children(held)
-            if _has_forward(block) and _has_children(block) and not isinstance(block, _CONTAINERS)
+            if has_forward(block) and _has_children(block) and not isinstance(block, _CONTAINERS)
             if sum(param.dim() > 1 for param in block.parameters()) > 1  # no convolution and norm
         ]
         for around in lists
@@ -397,11 +397,7 @@ def _numel(module: nn.Module) -> int:
 
 def _is_block(module: nn.Module) -> bool:
     """Return whether ``module`` has a forward and, unlike norms, a parameter of 2 or more dims."""
-    return _has_forward(module) and any(param.dim() > 1 for param in module.parameters())
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return has_forward(module) and any(param.dim() > 1 for param in module.parameters())
 
 
 def _places(module: nn.Module) -> Counter[nn.Parameter]:

@@ -13,12 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from fullshard.comm import played_by
 from fullshard.engine import MixedPrecisionPolicy, Offload, WirePolicy
-from fullshard.errors import (
-    AlreadyShardedError,
-    ArgumentTypeError,
-    ConfigError,
-    UnsupportedError,
-)
+from fullshard.errors import AlreadyShardedError, ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.frontend.explain import name_of, names_of
 from fullshard.frontend.ownership import PlacedParam, owner_of, place_of_twin, twin_of, unit_of
 from fullshard.layout import LayoutStrategy, PerParameter
@@ -41,15 +36,19 @@ def as_modules(module: Any) -> list[nn.Module]:
     return [one for one in dict.fromkeys(given) if one not in inner]
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Return whether ``module`` or its class defines ``forward``."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
 def _check_module(module: nn.Module) -> None:
     name = type(module).__name__
     if unit_of(module) is not None:
         raise AlreadyShardedError(
             f"fully_shard was applied to this {name} before; apply it once to each module"
         )
-    own_forward = "forward" in vars(module) or type(module).forward is not nn.Module.forward
     # Other modules may have methods that users register as forward methods later.
-    if not own_forward and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if not has_forward(module) and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ConfigError(
             f"fully_shard: {name} has no forward of its own, so nothing would tell when to gather "
             "it; shard the modules in it, one by one or as a list"

@@ -20,13 +20,7 @@ from torch.distributed.tensor import DTensor
 from fullshard._torch import memory as _memory
 from fullshard.engine import Unit
 from fullshard.errors import ConfigError, ProtocolError, RaggedOperationError, UnsupportedError
-from fullshard.frontend.ownership import (
-    members_of,
-    owned_places,
-    owner_of,
-    unit_of,
-    units_below,
-)
+from fullshard.frontend.ownership import members_of, owned_places, owner_of, unit_of, units_below
 from fullshard.frontend.places import Place
 from fullshard.tensors import MIXED, AbsentParameter, RaggedTensor, explanations, local_part
 from fullshard.tensors.form import clean_name
