@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -41,12 +42,10 @@ class _Call(NamedTuple):
     Attributes:
         handled: the exception that was being handled when it began.
         is_lent: whether it runs on lent parameters, and the engine does not know of it.
-        thread: the thread that it runs in.
     """
 
     handled: BaseException | None
     is_lent: bool
-    thread: int
 
 
 @dataclass
@@ -56,15 +55,15 @@ class _ForwardHooks:
     unit: Unit
     member: int
     policy: MixedPrecisionPolicy
-    _calls: list[_Call] = field(default_factory=list)
-    """The calls that run, in all threads; the innermost of a thread is its last."""
+    _calls: defaultdict[int, list[_Call]] = field(default_factory=lambda: defaultdict(list))
+    """The calls that run, by thread; the innermost is the last."""
 
     @_dynamo.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Unshard the unit; move the inputs of a root, and cast inputs."""
         engine = engine_of(self.unit)
         places_of(self.unit).end_hiding(self.unit)
-        self._calls.append(_Call(sys.exception(), self.unit.is_lent, get_ident()))
+        self._calls[get_ident()].append(_Call(sys.exception(), self.unit.is_lent))
         if self.unit.is_lent:
             self.unit.check_shown("a forward")
             if torch.is_grad_enabled():
@@ -82,12 +81,9 @@ class _ForwardHooks:
     @_dynamo.never_compiled
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Reshard the unit if it is done, and cast the outputs; also called after exceptions."""
-        calls, here = self._calls, get_ident()
-        last = next((n for n in reversed(range(len(calls))) if calls[n].thread == here), None)
-        if last is None:
-            return None
-        call = calls.pop(last)
-        if call.is_lent:
+        calls = self._calls[get_ident()]
+        call = calls.pop() if calls else None
+        if call is None or call.is_lent:
             return None
         failed = sys.exception() is not call.handled
         engine_of(self.unit).exit(self.unit, self.member, find_tensors(output), failed=failed)
