@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
@@ -311,8 +311,6 @@ def _log(unit: Unit, modules: Iterable[nn.Module]) -> None:
 
 _ALIGN_NBYTES = 16
 
-Decided = TypeVar("Decided")
-
 
 @dataclass(frozen=True)
 class CallOptions:
@@ -379,7 +377,8 @@ def _member(owned: PlacedParam, choices: CallOptions) -> _Member:
             f"shard_placement_fn: got Shard({dim}) for parameter {owned.name} with "
             f"layout={choices.layout!r}, which cuts on no dim; return None, or use PerParameter()"
         )
-    parallel = _naming(owned, lambda: mesh.parallel_spec(owned.param, owned.name))
+    with _naming(owned):
+        parallel = mesh.parallel_spec(owned.param, owned.name)
     shape = owned.param.shape if parallel is None else parallel.local_shape
     spec = ParamSpec(owned.name, tuple(shape), dim or 0)
     return _Member(owned, mesh, spec, parallel, choices.policy.for_param(owned.name, owned.param))
@@ -423,28 +422,23 @@ def _face(members: Sequence[_Member], layout: Layout, choices: CallOptions) -> F
     """Return the face by which users see the pieces."""
     mesh = members[0].mesh
     ragged = mesh.shard_dim is not None and not isinstance(choices.layout, PerParameter)
-    cuts = [_ragged_cut(layout, i) if ragged else m.spec.shard_dim for i, m in enumerate(members)]
-    return Face(
-        [(member.parallel or member.owned.param).shape for member in members],
-        [
-            _naming(member.owned, partial(mesh.place, member.parallel, cut))
-            for member, cut in zip(members, cuts, strict=True)
-        ],
-        RaggedTensor if ragged else DTensor,
-        choices.shown,
-    )
+    places = []
+    for member, bands in zip(members, layout.bands, strict=True):
+        intervals = ((band.num_ranks, band.segment.length) for band in bands)
+        with _naming(member.owned):
+            cut = RaggedShard(intervals) if ragged else member.spec.shard_dim
+            places.append(mesh.place(member.parallel, cut))
+    shapes = [(member.parallel or member.owned.param).shape for member in members]
+    return Face(shapes, places, RaggedTensor if ragged else DTensor, choices.shown)
 
 
-def _naming(owned: PlacedParam, decide: Callable[[], Decided]) -> Decided:
-    """Return the result of ``decide``; add the name of the parameter to errors."""
+@contextmanager
+def _naming(owned: PlacedParam) -> Iterator[None]:
+    """Add the name of the parameter to errors in the block."""
     try:
-        return decide()
+        yield
     except (ConfigError, UnsupportedError) as error:
         raise type(error)(f"fully_shard: parameter {owned.name}: {error}") from error
-
-
-def _ragged_cut(layout: Layout, param: int) -> RaggedShard:
-    return RaggedShard((band.num_ranks, band.segment.length) for band in layout.bands[param])
 
 
 @dataclass(frozen=True)
