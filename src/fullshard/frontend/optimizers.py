@@ -72,7 +72,7 @@ def _check_class(optimizer: Optimizer, params: set[nn.Parameter]) -> None:
         return
     if isinstance(optimizer, SparseAdam):
         why = "wants sparse gradients, and those of sharded parameters are dense"
-        raise _refusal(optimizer, cut, why, "use Adam")
+        _refuse(optimizer, cut, why, "use Adam")
     if isinstance(optimizer, Adafactor):
         why = "takes means over rows, columns and whole parameters, of which a rank holds a part"
         do = (
@@ -80,30 +80,22 @@ def _check_class(optimizer: Optimizer, params: set[nn.Parameter]) -> None:
             f"{_ELEMENTWISE}; or pass them in ignored_params, which leaves them whole and plain, "
             "and take the mean of their gradients over the ranks before each step"
         )
-        raise _refusal(optimizer, cut, why, do)
+        _refuse(optimizer, cut, why, do)
     if isinstance(optimizer, Muon):
         divided = {param: name for param, name in cut.items() if not _is_whole(param)}
-        if divided:
-            why = "orthogonalizes whole matrices, of which a rank holds a part"
-            raise _refusal(optimizer, divided, why, f"{_OWNERS}; or {_ELEMENTWISE}; or {_REPLICAS}")
+        why = "orthogonalizes whole matrices, of which a rank holds a part"
+        _refuse(optimizer, divided, why, f"{_OWNERS}; or {_ELEMENTWISE}; or {_REPLICAS}")
+    on_several = len({_mesh_of(param) for param in params}) > 1
     if isinstance(optimizer, LBFGS):
-        _check_joined(optimizer, params, cut)
-    if len({_mesh_of(param) for param in params}) > 1:
-        handle_mixed_lists()
-
-
-def _check_joined(
-    optimizer: Optimizer, params: set[nn.Parameter], cut: dict[nn.Parameter, str]
-) -> None:
-    """Refuse parameters that ``LBFGS`` cannot join to one vector."""
-    unjoined = {param: name for param, name in cut.items() if not _is_vector(param)}
-    if unjoined:
+        unjoined = {param: name for param, name in cut.items() if not _is_vector(param)}
         why = "joins all parameters to one vector, for which PyTorch wants them cut evenly in dim 0"
         do = f"{_ELEMENTWISE}; or, where the first dim is larger than 1, {_REPLICAS}"
-        raise _refusal(optimizer, unjoined, why, do)
-    if len({_mesh_of(param) for param in params}) > 1:
+        _refuse(optimizer, unjoined, why, do)
         why = "joins all parameters to one vector, and these lie on several meshes or on none"
-        raise _refusal(optimizer, cut, why, "shard all parameters that it steps, on one mesh")
+        do = "shard all parameters that it steps, on one mesh"
+        _refuse(optimizer, cut if on_several else {}, why, do)
+    if on_several:
+        handle_mixed_lists()
 
 
 def _is_whole(param: Tensor) -> bool:
@@ -131,13 +123,14 @@ def _mesh_of(param: Tensor) -> object:
     return param.device_mesh if isinstance(param, DTensor) else None
 
 
-def _refusal(
+def _refuse(
     optimizer: Optimizer, named: dict[nn.Parameter, str], why: str, what_to_do: str
-) -> UnsupportedError:
-    """Return the error, of the class that operations of ragged parameters raise if all are."""
+) -> None:
+    """Raise if any parameters are ``named``: the error of ragged operations if all are ragged."""
     is_ragged = all(isinstance(param, RaggedTensor) for param in named)
     cls = RaggedOperationError if is_ragged else UnsupportedError
-    return cls(
-        f"{type(optimizer).__name__} {why}: {listed(sorted(named.values()), 4)}. Nothing was "
-        f"stepped. What to do: {what_to_do}"
-    )
+    if named:
+        raise cls(
+            f"{type(optimizer).__name__} {why}: {listed(sorted(named.values()), 4)}. Nothing was "
+            f"stepped. What to do: {what_to_do}"
+        )
