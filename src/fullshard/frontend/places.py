@@ -419,8 +419,16 @@ class FlatPlaces(Places):
 
     def _stand_in(self, hidden: bool) -> None:
         """Set attributes in place of parameters, or remove them, as they hide ``_parameters``."""
-        if hidden:
-            self._refresh_absent()
+        for front in self.fronts if hidden else ():  # one at most
+            dtype = front.spec.unsharded_dtype(front.shard.dtype)
+            facts = (dtype, front.spec.device, front.param.requires_grad)
+            if facts != self._absent_of:  # else the existing ones still describe the parameters
+                self._absent_of = facts
+                params = (front.spec.layout.params[slot.number] for slot in self._slots)
+                self._absent = [
+                    AbsentParameter.of(clean_name(param.name), param.shape, *facts)
+                    for param in params
+                ]
         for slot, absent in zip(self._slots, self._absent, strict=False):
             attributes = vars(slot.place.module)
             is_ours = isinstance(attributes.get(slot.name), AbsentParameter)
@@ -428,20 +436,6 @@ class FlatPlaces(Places):
                 attributes[slot.name] = absent
             elif is_ours:
                 del attributes[slot.name]
-
-    def _refresh_absent(self) -> None:
-        """Make the stand-ins, unless the existing ones still describe the parameters."""
-        for front in self.fronts:  # one at most
-            spec = front.spec
-            dtype = spec.unsharded_dtype(front.shard.dtype)
-            facts = (dtype, spec.device, front.param.requires_grad)
-            if facts != self._absent_of:
-                self._absent_of = facts
-                params = (spec.layout.params[slot.number] for slot in self._slots)
-                self._absent = [
-                    AbsentParameter.of(clean_name(param.name), param.shape, *facts)
-                    for param in params
-                ]
 
     @contextmanager
     def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:
