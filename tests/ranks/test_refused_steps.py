@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fullshard.engine import steps
 from fullshard.errors import ConfigError, FullshardError, TornStepError, UnsupportedError
-from fullshard.optim.flat.step import Stepper
+from fullshard.optim import ShardedOptimizer
 from tests.ranks.models import full_parameters
 from tests.ranks.pool import RankPool
 from tests.ranks.test_autograd_failures import Trouble
@@ -146,7 +146,7 @@ def in_preparation() -> str:
             def trouble(*_: Any) -> None:
                 raise Trouble("out of memory, say")
 
-            patch.setattr(Stepper, "plan", trouble)
+            patch.setattr(ShardedOptimizer, "_prepare", trouble)
             with pytest.raises(Trouble):
                 optimizer.step()
         else:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from fullshard.errors import UnsupportedError
 from fullshard.optim.base import Outer
-from fullshard.optim.flat.plan import StepPlan
-from fullshard.optim.flat.scalars import check_state
-from fullshard.optim.flat.step import Stepper
-from fullshard.optim.host import FRACTION, checked_fraction, hosted
-from fullshard.optim.inner import numbered, options_of
+from fullshard.optim.flat.plan import Candidate, StepPlan, align, gradients, plan_runs
+from fullshard.optim.flat.run import Run
+from fullshard.optim.flat.scalars import check_state, state_keys_of
+from fullshard.optim.host import FRACTION, Stream, checked_fraction, hosted
+from fullshard.optim.inner import Groups, label_of, numbered, options_of
 from fullshard.optim.probe import Probe, Unchanged
+from fullshard.tensors import local_part
 
 
 class ShardedOptimizer(Outer):
@@ -87,18 +92,20 @@ class ShardedOptimizer(Outer):
 
     def _start(self) -> None:
         super()._start()
-        self._stepper = Stepper(self._inner, self._fractions)
+        self._stream = Stream(self._inner)
+        self._plan: StepPlan | None = None
+        self._run_of: dict[Tensor, Run] = {}  # the run that holds each parameter's state
 
     @property
     def num_runs(self) -> int:
         """Number of runs, each one tensor, in the last step on this rank."""
-        return self._stepper.num_runs
+        return len(self._plan.runs) if self._plan else 0
 
     @property
     def state(self) -> Any:
         """State by parameter; waits until what lives in host memory is that of the last step."""
-        if "_stepper" in vars(self):
-            self._stepper.wait()
+        if "_stream" in vars(self):
+            self._stream.wait()
         return self._state
 
     @state.setter
@@ -108,13 +115,6 @@ class ShardedOptimizer(Outer):
     @property
     def _state(self) -> Any:
         return vars(self)["state"]
-
-    def _prepare(self) -> StepPlan:
-        return self._stepper.plan(self.param_groups, self._state)
-
-    def _step(self, ready: StepPlan, amp: dict[str, Tensor]) -> None:
-        was_loaded = self._was_loaded
-        self._stepper.step(ready, self.param_groups, self._state, amp, was_loaded=was_loaded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as to any optimizer, for example when layers are unfrozen.
@@ -138,8 +138,9 @@ class ShardedOptimizer(Outer):
         super().add_param_group(param_group)
         self._fractions.append(fraction)
         self._convert_group()
-        with torch.no_grad():
-            self._stepper.prepare(self.param_groups, self.state, loaded=False)
+        if self._inner.is_eager:
+            with torch.no_grad():
+                self._adopt(loaded=False)
 
     def params_on_host(self) -> list[Tensor]:
         """Return the parameters whose state lives in host memory, or will once they step."""
@@ -174,7 +175,146 @@ class ShardedOptimizer(Outer):
             check_state(groups, param, state["state"].get(param, {}), self._inner.scalars)
 
     def _adopt_loaded(self) -> None:
-        self._stepper.prepare(self.param_groups, self.state, loaded=True)
+        self._adopt(loaded=True)
+
+    def _adopt(self, *, loaded: bool) -> None:
+        """Adopt state that was ``loaded``, or create what the class creates at construction.
+
+        Parameters on the meta device are skipped until later.
+        """
+        self._find_runs(
+            (number, param, None)
+            for number, param in numbered(self.param_groups)
+            if (param in self._state) == loaded and not local_part(param).is_meta
+        )
+
+    # steps
+
+    def _prepare(self) -> StepPlan:
+        """Return the runs of all parameters that have gradients, with memory bound to them.
+
+        While parameters, gradients and state stay in the same memory, this checks parameters only
+        in passes over lists. Otherwise the runs are recomputed; parameters that change from one run
+        to another keep their state.
+        """
+        groups, plan = self.param_groups, self._plan
+        params = list(chain.from_iterable(map(itemgetter("params"), groups)))
+        grads = gradients(params)
+        if (
+            plan
+            and plan.is_valid(groups, params, grads)
+            and all(run.is_untouched(self._state) for run in plan.runs)
+            and plan.bind(grads)
+        ):
+            return plan
+        self._plan = None
+        align(params, grads)
+        pairs = zip(numbered(groups), grads, strict=True)
+        runs, candidates = self._find_runs((*one, grad) for one, grad in pairs if grad is not None)
+        group_of = {one.param: one.group for one in candidates}
+        by_group: list[list[Run]] = [[] for _ in groups]
+        for run in runs:
+            by_group[group_of[run.params[0]]].append(run)
+        self._stream.set_runs(groups, by_group)
+        plan = StepPlan(groups, grads, runs, candidates)
+        found = plan.bind(grads)
+        assert found, "a run that was just found lies nowhere"
+        return plan
+
+    def _step(self, ready: StepPlan, amp: dict[str, Tensor]) -> None:
+        try:
+            if self._was_loaded:
+                self._inner.read_again()
+            self._inner.step(self.param_groups, amp, self._stream.turns(self.param_groups))
+            self._show(ready.runs)
+        finally:
+            self._stream.leave()
+            for run in ready.runs:
+                run.release()
+        self._plan = ready
+        torch.autograd.graph.increment_version(ready.exposed)
+
+    def _find_runs(
+        self, members: Iterable[tuple[int, Tensor, Tensor | None]]
+    ) -> tuple[list[Run], list[Candidate]]:
+        """Return the runs of parameters, with their state in place, and the facts behind them.
+
+        ``members``: number of the group, parameter and gradient, see ``Candidate.of``.
+        """
+        self._stream.wait()
+        given = list(members)
+        params = [param for _, param, _ in given]
+        for param in params:
+            _check_class(self.param_groups, param)
+            own = self._state.get(param, {})
+            check_state(self.param_groups, param, own, self._inner.scalars)
+        keys = state_keys_of(params, self._state, self._inner.scalars)
+        hosts = self._places(params)
+        facts = zip(given, keys, hosts, strict=True)
+        candidates = [
+            Candidate.of(param, grad, at, key, on) for (at, param, grad), key, on in facts
+        ]
+        runs = [self._known(run) or run for run in plan_runs(candidates)]
+        self._settle([run for run in runs if run is not self._run_of.get(run.params[0])])
+        return runs, candidates
+
+    def _places(self, params: Sequence[Tensor]) -> list[bool | None]:
+        """Return for each parameter whether its state is on the host; None: wherever it is."""
+        if not any(self._fractions):
+            return [None] * len(params)
+        chosen = hosted(self.param_groups, self._fractions)
+        return [id(param) in chosen for param in params]
+
+    def _known(self, run: Run) -> Run | None:
+        """Return the existing run equal to ``run`` if the state that users see is still its own."""
+        old = self._run_of.get(run.params[0])
+        return old if old and old.is_like(run) and old.is_untouched(self._state) else None
+
+    def _settle(self, new: Sequence[Run]) -> None:
+        """Give the runs in ``new`` the state of their parameters."""
+        flats: dict[bool | None, set[int]] = {}
+        for run in {*self._run_of.values()}:
+            flats.setdefault(run.on_host, set()).update(map(id, run.flats))
+        group_of = {param: self.param_groups[at] for at, param in numbered(self.param_groups)}
+        for run in new:
+            values = run.read(self._state, flats.get(run.on_host, ()), self._inner.scalars)
+            if not values and self._inner.is_eager:
+                values = self._first_state(run, group_of[run.params[0]])
+                values = self._stream.to_host(run, values) if run.on_host else values
+            if values:
+                self._inner.set_state(run, values)
+            self._run_of |= dict.fromkeys(run.params, run)
+        self._inner.keep_only(self._run_of.values())
+        self._show(new)
+
+    def _first_state(self, run: Run, group: dict[str, Any]) -> dict[str, Any]:
+        memory = run.memory(local_part(run.params[0]))
+        assert memory is not None
+        run.bind(memory, None)
+        try:
+            return self._inner.first_state(run, group)
+        finally:
+            run.release()
+
+    def _show(self, runs: Sequence[Run]) -> None:
+        kept = [(run, values) for run in runs if (values := self._inner.state_of(run)) is not None]
+        if not all(run.is_shown for run, _ in kept):
+            # In parameter order, like a plain optimizer, and the same on all ranks.
+            new = {param for run, _ in kept for param in run.params if param not in self._state}
+            for _, param in numbered(self.param_groups):
+                if param in new:
+                    self._state[param] = {}
+        for run, values in kept:
+            run.show(values, self._state, self._inner.scalars)
+
+
+def _check_class(groups: Groups, param: Tensor) -> None:
+    local = local_part(param)
+    if type(local) not in (Tensor, nn.Parameter):
+        raise UnsupportedError(
+            f"ShardedOptimizer: {label_of(groups, param)} is a {type(local).__name__}, expected "
+            "plain tensors or DTensors of them; use an optimizer that knows this class"
+        )
 
 
 def _unwrap(state: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, repeat
-from operator import add, attrgetter, is_
+from operator import attrgetter, eq, is_, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -102,21 +102,16 @@ class Candidate:
         grad_part = part if grad is None else _part_of(local_part(grad))
         return cls(param, group, state_key, local, part, grad_part, on_host)
 
-    def position(self, *, by_grad: bool) -> Position | None:
-        """Return the position, None if in no buffer; not ``by_grad``: for an ideal gradient."""
+    def position(self, grad_part: FlatPart | None) -> Position | None:
+        """Return the position with the gradient at ``grad_part``; None if in no buffer."""
         if not self.local.numel():
             kind = (self.local.dtype, self.local.device, self.on_host)
             return Position((self.group, self.state_key, *kind), None)
-        grad_part = self.grad_part if by_grad else self.part
         if self.part is None or grad_part is None:
             return None
         shift = (grad_part.number - self.part.number, grad_part.start - self.part.start)
         line = (self.group, self.state_key, id(self.part.flat), id(grad_part.flat), *shift)
         return Position(line, self.part.number)
-
-
-def _position_of_gradient(param: Tensor) -> FlatPart | None:
-    return None if param.grad is None else _part_of(local_part(param.grad))
 
 
 def _part_of(local: Tensor) -> FlatPart | None:
@@ -125,7 +120,7 @@ def _part_of(local: Tensor) -> FlatPart | None:
 
 def plan_runs(candidates: Sequence[Candidate]) -> list[Run]:
     """Return new runs of all candidates."""
-    runs = find_runs([one.position(by_grad=True) for one in candidates])
+    runs = find_runs([one.position(one.grad_part) for one in candidates])
     return [_run_of([candidates[i] for i in run]) for run in runs]
 
 
@@ -146,7 +141,6 @@ class StepPlan:
 
     Attributes:
         runs: one run for each tensor that the inner optimizer steps.
-        firsts: for each run the number of its first parameter, counted over all groups.
         exposed: parameters that autograd may have saved; it saves unsharded copies of the rest.
     """
 
@@ -169,80 +163,70 @@ class StepPlan:
         self._sizes = [len(group["params"]) for group in groups]
         self._absent = list(map(is_, grads, repeat(None)))
         number_of = {id(param): number for number, param in enumerate(params)}
-        numbers = [[number_of[id(param)] for param in run.params] for run in runs]
         self.runs = runs
-        self.firsts = [those[0] for those in numbers]
-        pairs = list(zip(runs, numbers, strict=True))
-        self._placed = [n for run, those in pairs if run.parts is not None for n in those]
-        self._addresses = self._find(params)
-        self._loose = [n for run, those in pairs if not run.is_coalesced for n in those]
-        self.exposed = [params[n] for n in self._loose]
-        # New addresses of gradients call for new runs only if these may be fewer. They cannot be if
-        # runs are as few as if gradients lay like parameters, or while a gradient is in no buffer.
-        fewest = find_runs([one.position(by_grad=False) for one in candidates])
-        outside = (one.param for one in candidates if one.part and not one.grad_part)
-        self._outside = next(outside, None) if len(runs) > len(fewest) else None
-        self._may_move = len(runs) == len(fewest) or self._outside is not None
-        checked = [pair for pair in pairs if pair[0].is_coalesced or not self._may_move]
-        self._neighbours = _Neighbours(checked, grads)
+        self._firsts = [number_of[id(run.params[0])] for run in runs]
+        self._placed = [param for run in runs if run.parts is not None for param in run.params]
+        self._addresses = self._find()
+        self.exposed = [param for run in runs if not run.is_coalesced for param in run.params]
+        self._loose = [number_of[id(param)] for param in self.exposed]
+        # Parameters that could be one run. Whether they are depends on distances of gradients only:
+        # gradients are freed after each step and may come back at other addresses.
+        self._mates: list[int] = []
+        self._distances: list[int | None] = []  # from the mate before, None for a run's first
+        self._outside: int | None = None  # a mate whose gradient is in no buffer
+        for those in find_runs([one.position(one.part) for one in candidates]):
+            mates = [(number_of[id(candidates[n].param)], candidates[n]) for n in those]
+            starts = [(grads[n], one.part.start) for n, one in mates if one.part]
+            if len(starts) > 1:
+                nbytes = [start * grad.itemsize for grad, start in starts if grad is not None]
+                self._mates += [n for n, _ in mates]
+                self._distances += [None, *(stop - start for start, stop in pairwise(nbytes))]
+                outside = (n for n, one in mates if one.grad_part is None)
+                self._outside = next(outside, self._outside)
+        self._layout = self._layout_of(grads)
 
     def is_valid(self, groups: Groups, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
         """Return whether the runs are still right as far as addresses tell.
 
-        The caller must also check that each run finds its memory, see ``Run.memory``, because
-        addresses prove nothing once a buffer has been freed.
+        The caller must also ``bind`` memory to them, because addresses prove nothing once a buffer
+        has been freed.
         """
         return (
             same(params, self._params)
             and [len(group["params"]) for group in groups] == self._sizes
             and list(map(is_, grads, repeat(None))) == self._absent
-            and self._find(params) == self._addresses
-            and (self._outside is None or _position_of_gradient(self._outside) is None)
-            and self._neighbours.hold(grads, may_move=self._may_move)
-            and _are_ready([params[n] for n in self._loose], [grads[n] for n in self._loose])
+            and self._find() == self._addresses
+            and self._layout is not None
+            and self._layout == self._layout_of(grads)
+            and (self._outside is None or _part_of(local_part(grads[self._outside])) is None)
+            and _are_ready(self.exposed, [grads[n] for n in self._loose])
         )
 
-    def _find(self, params: Sequence[Tensor]) -> list[int]:
-        return list(map(Tensor.data_ptr, local_parts([params[n] for n in self._placed])))
+    def bind(self, grads: Sequence[Any]) -> bool:
+        """Bind memory to all runs; if one run's memory is not found, bind none and return False."""
+        memories: list[tuple[Tensor, Tensor]] = []
+        for run, first in zip(self.runs, self._firsts, strict=True):
+            memory, grad = (run.memory(local_part(one)) for one in (run.params[0], grads[first]))
+            if memory is None or grad is None:
+                return False
+            memories.append((memory, grad))
+        for run, bound in zip(self.runs, memories, strict=True):
+            run.bind(*bound)
+        return True
 
+    def _find(self) -> list[int]:
+        return list(map(Tensor.data_ptr, local_parts(self._placed)))
 
-class _Neighbours:
-    """Gradients that must stay neighbors.
+    def _layout_of(self, grads: Sequence[Any]) -> list[bool] | None:
+        """Return which gradients of mates are contiguous, and which follow that of the mate before.
 
-    Only addresses are kept, because gradients are freed after each step and may come back at other
-    addresses. While their distances from each other stay the same, no lookup per gradient is
-    needed: all checks are passes over lists in C.
-    """
-
-    def __init__(
-        self, pairs: Iterable[tuple[Run, Sequence[int]]], grads: Sequence[Tensor | None]
-    ) -> None:
-        """Record addresses; ``pairs`` holds runs with the numbers of their parameters."""
-        self._numbers: list[int] = []  # of parameters, run after run
-        self._leaders: list[int] = []  # index in ``_numbers`` of the run's first
-        self._nbytes: list[int] = []  # distance of its gradient from that of the run's first
-        for run, numbers in pairs:
-            grad = grads[numbers[0]]
-            if run.parts is not None and grad is not None:
-                self._leaders += [len(self._numbers)] * len(numbers)
-                self._nbytes += [part.offset * grad.itemsize for part in run.parts]
-                self._numbers += numbers
-        self._addresses = self._find(grads)
-
-    def hold(self, grads: Sequence[Any], *, may_move: bool) -> bool:
-        """Return whether addresses are the old ones, or, if ``may_move``, only the distances."""
-        found = self._find(grads)
-        if found is None or found == self._addresses:
-            return found is not None
-        firsts = map(found.__getitem__, self._leaders)
-        return may_move and found == list(map(add, firsts, self._nbytes))
-
-    def _find(self, grads: Sequence[Any]) -> list[int] | None:
-        """Return their addresses; None if one is not contiguous or has no address (sparse)."""
-        locals_now = list(map(local_part, map(grads.__getitem__, self._numbers)))
+        None if one has no address, as sparse ones.
+        """
+        locals_now = list(map(local_part, map(grads.__getitem__, self._mates)))
         try:
-            all_there = all(map(Tensor.is_contiguous, locals_now))
-            return list(map(Tensor.data_ptr, locals_now)) if all_there else None
+            addresses = list(map(Tensor.data_ptr, locals_now))
+            contiguous = map(Tensor.is_contiguous, locals_now)
+            return [*contiguous, *map(eq, map(sub, addresses[1:], addresses), self._distances[1:])]
         except RuntimeError:
             return None
 
