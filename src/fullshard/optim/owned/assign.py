@@ -114,10 +114,17 @@ def _is_count(wanted: object) -> TypeGuard[int]:
     return isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0
 
 
+class Pieces(NamedTuple):
+    """The pieces of a parameter, and their owners, indices of ranks."""
+
+    blocks: list[OwnedBlock]
+    owners: list[int]
+
+
 def pieces_of(
     param: int, shape: Shape, holdings: Sequence[tuple[int, Interval]], block_size: int
-) -> tuple[list[OwnedBlock], list[int]] | None:
-    """Return the pieces of a parameter and their owners, the ranks that hold (most of) them.
+) -> Pieces | None:
+    """Return the pieces of a parameter; owners are the ranks that hold (most of) them.
 
     Each cut is moved to the nearest multiple of ``block_size`` elements. A parameter left with no
     cut is a full matrix, stepped by the rank that holds (most of) it.
@@ -140,9 +147,9 @@ def pieces_of(
     lengths = [min(stop, numel) - start for start, stop in itertools.pairwise(cuts)]
     found = [one for one in zip(cuts, lengths, ranks, strict=False) if one[1] > 0]
     if len(found) == 1:
-        return [OwnedBlock(param, shape)], [found[0][2]]
+        return Pieces([OwnedBlock(param, shape)], [found[0][2]])
     blocks = [OwnedBlock(param, (length,), start, block_size) for start, length, _ in found]
-    return blocks, [rank for _, _, rank in found]
+    return Pieces(blocks, [rank for _, _, rank in found])
 
 
 def _are_rows(wanted: object, size: int) -> bool:
@@ -290,9 +297,10 @@ class Ranks:
         self._mesh = mesh
         self._shape = () if mesh is None else tuple(mesh.shape)
         order = [0] if mesh is None else mesh.mesh.flatten().tolist()
-        self.numbers: list[int] = sorted(order)
-        at = {rank: index for index, rank in enumerate(order)}
-        self._coordinates = [self._coordinate(at[rank]) for rank in self.numbers]
+        coordinates = itertools.product(*map(range, self._shape))
+        pairs = sorted(zip(order, coordinates, strict=True))
+        self.numbers: list[int] = [rank for rank, _ in pairs]
+        self._coordinates = [at for _, at in pairs]
         self._regions: dict[tuple[ParamPlacement, tuple[int, ...]], Region] = {}
         self._holdings: dict[ParamPlacement, list[list[tuple[int, Interval]]]] = {}
         self._holders: dict[tuple[object, ...], tuple[int, ...]] = {}  # layers are alike
@@ -325,9 +333,11 @@ class Ranks:
 
     def shares_copy(self, param: ParamPlacement, one: int, other: int) -> bool:
         """Return whether two ranks, by index, hold parts of the same copy of a parameter."""
-        a, b = self._coordinates[one], self._coordinates[other]
-        pairs = zip(param.placements, a, b, strict=True)
-        return all(mine == its for kind, mine, its in pairs if isinstance(kind, Replicate))
+        return self._copy_of(param, one) == self._copy_of(param, other)
+
+    def _copy_of(self, param: ParamPlacement, index: int) -> tuple[int, ...]:
+        pairs = zip(param.placements, self._coordinates[index], strict=True)
+        return tuple(own for kind, own in pairs if isinstance(kind, Replicate))
 
     def num_copies(self, param: ParamPlacement) -> int:
         """Return how many ranks hold the same elements."""
@@ -350,35 +360,16 @@ class Ranks:
 
         None of them if what a rank holds has gaps.
         """
-        if param in self._holdings:
-            return self._holdings[param]
-        copies: list[list[tuple[int, Interval]]] = []
-        self._holdings[param] = copies
-        for index in range(len(self.numbers)):
-            interval = self.region(param, index).interval_in(param.shape)
-            if interval is None:
-                copies.clear()
-                break
-            own = (one for one in copies if self.shares_copy(param, one[0][0], index))
-            found = next(own, None)
-            if found is None:
-                copies.append(found := [])
-            found.append((index, interval))
-        return copies
-
-    def _coordinate(self, index: int) -> tuple[int, ...]:
-        found: list[int] = []
-        for size in reversed(self._shape):
-            index, own = divmod(index, size)
-            found.append(own)
-        return tuple(reversed(found))
-
-
-class Pieces(NamedTuple):
-    """A parameter in pieces, see ``pieces_of``; ``owners`` are indices of ranks."""
-
-    blocks: list[OwnedBlock]
-    owners: list[int]
+        if param not in self._holdings:
+            copies: dict[tuple[int, ...], list[tuple[int, Interval]]] = {}
+            for index in range(len(self.numbers)):
+                interval = self.region(param, index).interval_in(param.shape)
+                if interval is None:
+                    copies.clear()
+                    break
+                copies.setdefault(self._copy_of(param, index), []).append((index, interval))
+            self._holdings[param] = list(copies.values())
+        return self._holdings[param]
 
 
 def pieces_on(
@@ -399,7 +390,7 @@ def pieces_on(
         block_size = block_size_of(name, placed.shape, rule)
         copies = ranks.holdings(placed) if block_size and not ranks.is_alone else []
         cut = (pieces_of(number, placed.shape, copy, block_size) for copy in copies)
-        choices = [Pieces(*one) for one in cut if one is not None]
+        choices = [one for one in cut if one is not None]
         if choices:
             own = min(choices, key=lambda one: sum(map(load.__getitem__, one.owners)))
             found[number] = own

@@ -9,17 +9,16 @@ used in place. Each way is one exchange of bytes for all dtypes; both ends compu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.comm import all_to_all
 from fullshard.layout.region import Overlap, Region
-from fullshard.optim.owned.assign import OwnedBlock
+from fullshard.optim.owned.assign import OwnedBlock, Ranks
 
 _ALIGN = 16  # bytes, as tensors of any dtype need
 
@@ -60,52 +59,38 @@ def parts_of(
     return [BlockPart(param, number, one) for one in region.stretches(block.region(full))]
 
 
-class Peers(NamedTuple):
-    """The parts that travel between this rank and each rank of a group.
+class Peers:
+    """The parts that travel between this rank and each rank of a mesh.
 
     Attributes:
-        group: the ranks.
         held: for each rank what this one holds of the blocks which that rank owns.
         owned: for each rank what that one holds of the blocks which this rank owns.
     """
 
-    group: dist.ProcessGroup
-    held: list[list[BlockPart]]
-    owned: list[list[BlockPart]]
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.held: list[list[BlockPart]] = [[] for _ in ranks.numbers]
+        self.owned: list[list[BlockPart]] = [[] for _ in ranks.numbers]
 
+    def to_owners(self, *kinds: tuple[Sequence[Tensor], Mapping[int, Tensor]]) -> None:
+        """Fill the blocks that this rank owns.
 
-def to_owners(
-    peers: Peers, locals_now: Sequence[Sequence[Tensor]], blocks: Sequence[Sequence[Tensor]]
-) -> None:
-    """Fill the blocks that this rank owns.
+        ``kinds``: for each kind of tensor, such as gradients, the contiguous local tensors by
+        parameter, and the contiguous blocks.
+        """
+        sent = [[p.of_local(own[p.param]) for own, _ in kinds for p in ps] for ps in self.held]
+        taken = [[p.of_block(its[p.block]) for _, its in kinds for p in ps] for ps in self.owned]
+        _exchange(self._ranks, sent, taken, kinds[0][0][0].device)
 
-    Args:
-        peers: who sends what.
-        locals_now: one sequence of contiguous local tensors, by parameter, for each kind of tensor,
-            such as gradients.
-        blocks: the same of contiguous blocks; only those that this rank owns are used.
-    """
-    sent = [
-        [part.of_local(own[part.param]) for own in locals_now for part in parts]
-        for parts in peers.held
-    ]
-    device = locals_now[0][0].device
-    taken = [
-        [part.of_block(own[part.block]) for own in blocks for part in parts]
-        for parts in peers.owned
-    ]
-    _exchange(peers.group, sent, taken, device)
-
-
-def to_holders(peers: Peers, blocks: Sequence[Tensor], locals_now: Sequence[Tensor]) -> None:
-    """Write the blocks to the local tensors of all ranks; the inverse of ``to_owners``."""
-    sent = [[part.of_block(blocks[part.block]) for part in parts] for parts in peers.owned]
-    taken = [[part.of_local(locals_now[part.param]) for part in parts] for parts in peers.held]
-    _exchange(peers.group, sent, taken, locals_now[0].device)
+    def to_holders(self, locals_now: Sequence[Tensor], blocks: Mapping[int, Tensor]) -> None:
+        """Write the blocks to the local tensors of all ranks; the inverse of ``to_owners``."""
+        sent = [[part.of_block(blocks[part.block]) for part in parts] for parts in self.owned]
+        taken = [[part.of_local(locals_now[part.param]) for part in parts] for parts in self.held]
+        _exchange(self._ranks, sent, taken, locals_now[0].device)
 
 
 def _exchange(
-    group: dist.ProcessGroup,
+    ranks: Ranks,
     sent: list[list[Tensor]],
     taken: list[list[Tensor]],
     device: torch.device,
@@ -116,7 +101,7 @@ def _exchange(
     packed = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
     if sources:
         torch._foreach_copy_(_views(packed, sources), sources)
-    given = all_to_all(packed, lengths, sizes, group)
+    given = all_to_all(packed, lengths, sizes, ranks.mesh.get_group())
     if targets:
         torch._foreach_copy_(targets, _views(given, targets))
 

@@ -24,6 +24,7 @@ from fullshard.optim.owned.assign import (
     Matrix,
     OwnedBlock,
     ParamPlacement,
+    Pieces,
     Ranks,
     Rule,
     block_size_of,
@@ -263,14 +264,13 @@ class OwnedOptimizer(Outer):
         owners = iter(owners_of(matrices, len(ranks.numbers), before))
         owned: dict[int, OwnedParam] = {}
         for number, (group, _, param, placed) in enumerate(params):
-            if number in pieces:
-                size = pieces[number].blocks[0].block_size
-                probe = self._group_probe(group)
-                units = self._units(param, placed.shape, size, probe) if size else None
-                owned[id(param)] = OwnedParam(param, group, placed, *pieces[number], ranks, units)
-                continue
-            own = [next(owners) for _ in blocks[number]]
-            owned[id(param)] = OwnedParam(param, group, placed, blocks[number], own, ranks)
+            units = None
+            its = pieces.get(number)
+            if its is None:
+                its = Pieces(blocks[number], [next(owners) for _ in blocks[number]])
+            elif size := its.blocks[0].block_size:
+                units = self._units(param, placed.shape, size, self._group_probe(group))
+            owned[id(param)] = OwnedParam(param, group, placed, *its, ranks, units)
         self._owned |= owned
         family = Family(ranks, owned, self._round_nbytes)
         self._families.append(family)
@@ -324,18 +324,15 @@ class OwnedOptimizer(Outer):
     def _step(self, ready: dict[int, Tensor | None], amp: dict[str, Tensor]) -> None:
         before = KeptOptions(self.param_groups)
         failures: list[Exception] = []
-
-        def step(one: Round, bound: set[int]) -> None:
-            if failures:
-                return
-            before.restore()
-            try:
-                self._step_round(one, bound, amp)
-            except Exception as error:  # other ranks wait for this rank's parts
-                failures.append(error)
-
-        for family in self._families:
-            family.step(ready, step)
+        for one in (one for family in self._families for one in family.rounds(ready)):
+            with one.bound(ready) as bound:
+                if failures:
+                    continue
+                before.restore()
+                try:
+                    self._step_round(one, bound, amp)
+                except Exception as error:  # other ranks wait for this rank's parts
+                    failures.append(error)
         self._announce(ready)
         if failures:
             raise failures[0]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fullshard.optim.inner import Groups, Inner, Steppable
-from fullshard.optim.owned.assign import Cost, Ranks, rounds_of
-from fullshard.optim.owned.exchange import BlockPart, Peers, parts_of, to_holders, to_owners
+from fullshard.optim.owned.assign import Cost, OwnedBlock, Ranks, rounds_of
+from fullshard.optim.owned.exchange import BlockPart, Peers, parts_of
 from fullshard.optim.owned.state import OwnedParam
 from fullshard.optim.probe import First, widened
 from fullshard.tensors import local_part
 
-_EMPTY = torch.empty(0, device="cpu")
 _MAX_PLANS = 16
 
 
@@ -25,33 +25,110 @@ class Member(NamedTuple):
     owned: OwnedParam
     number: int
 
+    @property
+    def block(self) -> OwnedBlock:
+        """The position and shape of the block."""
+        return self.owned.blocks[self.number]
 
-class Round(NamedTuple):
+    @property
+    def owner(self) -> int:
+        """Index of the rank that owns the block."""
+        return self.owned.owners[self.number]
+
+    @property
+    def steppable(self) -> Steppable:
+        """The parameter of the inner optimizer, at the owner."""
+        return self.owned.own_blocks[self.number]
+
+
+class Round:
     """Blocks that are brought to their owners, stepped and written back together.
 
     Attributes:
         params: the parameters of the blocks.
-        members: the blocks.
-        mine: indices in ``members`` of the blocks that this rank owns.
-        kept: for each of ``mine``, the parts that this rank holds itself.
-        sources: who sends gradients and parameters; None if none travels.
-        targets: who gets updated parameters; None if none travels.
+        own: the blocks that this rank owns, by index among the blocks of the round.
     """
 
-    params: list[OwnedParam]
-    members: list[Member]
-    mine: list[int]
-    kept: list[list[BlockPart]]
-    sources: Peers | None
-    targets: Peers | None
+    def __init__(self, ranks: Ranks, members: Sequence[Member]) -> None:
+        me = ranks.own
+        self.params = list({id(one.owned): one.owned for one in members}.values())
+        self.own = {at: one for at, one in enumerate(members) if one.owner == me}
+        self._kept: dict[int, list[BlockPart]] = {}  # of own blocks, the parts that lie here
+        self._number_of = {id(owned): number for number, owned in enumerate(self.params)}
+        in_copy, over_all = Peers(ranks), Peers(ranks)
+        travels = has_copies = False
+        for at, one in enumerate(members):
+            placed, owner = one.owned.placed, one.owner
+            travels |= owner not in ranks.holders(placed, one.block)
+            has_copies |= ranks.num_copies(placed) > 1
+            for rank in range(len(ranks.numbers)) if owner == me else (me,):
+                region = ranks.region(placed, rank)
+                number = self._number_of[id(one.owned)]
+                found = parts_of(region, placed.shape, number, at, one.block)
+                if rank == owner:
+                    self._kept[at] = found
+                    continue
+                for peers in (in_copy, over_all):
+                    if peers is over_all or ranks.shares_copy(placed, rank, owner):
+                        parts = peers.owned[rank] if owner == me else peers.held[owner]
+                        parts += found
+        self._sources = in_copy if travels else None
+        self._targets = over_all if travels or has_copies else None
 
-    def own_blocks(self) -> dict[int, Steppable]:
-        """Return the blocks that this rank owns, by index in ``members``."""
-        return {at: self.members[at].owned.own_blocks[self.members[at].number] for at in self.mine}
+    @contextmanager
+    def bound(self, grads: Mapping[int, Tensor | None]) -> Iterator[set[int]]:
+        """Bring own blocks here for a step, and the stepped ones back to all ranks.
 
+        Yields addresses of memory that is released afterwards.
 
-Step = Callable[[Round, set[int]], None]
-"""Steps a round, given the addresses of memory that is released afterwards."""
+        Args:
+            grads: gradients by ``id`` of their parameters.
+        """
+        locals_now = [local_part(owned.param).detach() for owned in self.params]
+        params = [local.contiguous() for local in locals_now]
+        given = [grads[id(owned.param)] for owned in self.params]
+        its_grads = [local_part(one).detach().contiguous() for one in given if one is not None]
+        blocks, block_grads = self._assembled(params), self._assembled(its_grads)
+        if self._sources is not None:
+            self._sources.to_owners((its_grads, block_grads), (params, blocks))
+        for at, one in self.own.items():
+            one.steppable.bind(blocks[at], block_grads[at])
+        held = (*params, *its_grads, *blocks.values())
+        try:
+            yield {local.untyped_storage().data_ptr() for local in held}
+            for at, one in self.own.items():
+                stepped = one.steppable.tensor.data
+                if stepped.data_ptr() != blocks[at].data_ptr():  # the class gave it other memory
+                    blocks[at].copy_(stepped)
+        finally:
+            for one in self.own.values():
+                one.steppable.release()
+        del block_grads
+        for at, parts in self._kept.items():
+            for part in parts:
+                local = part.of_local(params[part.param])
+                if local.data_ptr() != blocks[at].data_ptr():  # no view of it
+                    local.copy_(part.of_block(blocks[at]))
+        if self._targets is not None:
+            self._targets.to_holders(params, blocks)
+        for local, written in zip(locals_now, params, strict=True):
+            if written is not local and written.data_ptr() != local.data_ptr():
+                local.copy_(written)
+
+    def _assembled(self, locals_now: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return own blocks, filled with the parts that lie here, or views of local tensors."""
+        blocks: dict[int, Tensor] = {}
+        for at, parts in self._kept.items():
+            one = self.own[at]
+            local, block = locals_now[self._number_of[id(one.owned)]], one.block
+            is_all = len(parts) == 1 and parts[0].overlap.numel == block.numel
+            if is_all and parts[0].overlap.is_flat:
+                blocks[at] = parts[0].of_local(local).view(block.shape)
+                continue
+            blocks[at] = local.new_empty(block.shape)
+            for part in parts:
+                part.of_block(blocks[at]).copy_(part.of_local(local))
+        return blocks
 
 
 class Family:
@@ -75,14 +152,11 @@ class Family:
                 found[self.ranks.numbers[owner]] += float(cost(block.shape))
         return found
 
-    def step(self, grads: Mapping[int, Tensor | None], step: Step) -> None:
-        """Bring each parameter with a gradient up to date; ``step`` steps what this rank owns."""
+    def rounds(self, grads: Mapping[int, Tensor | None]) -> Iterator[Round]:
+        """Yield the rounds that step all parameters with gradients."""
         by_device: dict[torch.device, list[int]] = {}
-        found: dict[int, Tensor] = {}
         for number, owned in self.members.items():
-            grad = grads.get(number)
-            if grad is not None:
-                found[id(owned)] = grad
+            if grads.get(number) is not None:
                 by_device.setdefault(local_part(owned.param).device, []).append(number)
         for numbers in by_device.values():
             key = tuple((number, self.members[number].group) for number in numbers)
@@ -90,125 +164,16 @@ class Family:
                 if len(self._rounds) == _MAX_PLANS:
                     self._rounds.clear()  # other parameters have gradients in each step
                 self._rounds[key] = self._plan(numbers)
-            for one in self._rounds[key]:
-                _run(one, found, step)
+            yield from self._rounds[key]
 
     def _plan(self, numbers: Sequence[int]) -> list[Round]:
-        members = [
-            Member(self.members[number], at)
-            for number in numbers
-            for at in range(len(self.members[number].blocks))
-        ]
+        params = [self.members[number] for number in numbers]
+        members = [Member(owned, at) for owned in params for at in range(len(owned.blocks))]
         # Equal shapes of one group follow each other, for classes that step them as one batch.
-        members.sort(key=lambda one: (one.owned.group, one.owned.blocks[one.number].shape))
-        sizes = []
-        for owned, at in members:
-            nbytes = owned.blocks[at].numel * owned.param.dtype.itemsize
-            sizes.append((owned.owners[at], nbytes))
+        members.sort(key=lambda one: (one.owned.group, one.block.shape))
+        sizes = [(one.owner, one.block.numel * one.owned.param.dtype.itemsize) for one in members]
         planned = rounds_of(sizes, len(self.ranks.numbers), self._budget_nbytes)
-        return [self._round([members[at] for at in chosen]) for chosen in planned]
-
-    def _round(self, members: list[Member]) -> Round:
-        ranks, me = self.ranks, self.ranks.own
-        params = list({id(one.owned): one.owned for one in members}.values())
-        number_of = {id(owned): number for number, owned in enumerate(params)}
-        in_copy, over_all = _Lists(len(ranks.numbers)), _Lists(len(ranks.numbers))
-        mine: list[int] = []
-        kept: list[list[BlockPart]] = []
-        travels = has_copies = False
-        for at, (owned, number) in enumerate(members):
-            owner, placed, block = owned.owners[number], owned.placed, owned.blocks[number]
-            travels |= owner not in ranks.holders(placed, block)
-            has_copies |= ranks.num_copies(placed) > 1
-            for rank in range(len(ranks.numbers)) if owner == me else (me,):
-                region = ranks.region(placed, rank)
-                found = parts_of(region, placed.shape, number_of[id(owned)], at, block)
-                if rank == owner:
-                    mine.append(at)
-                    kept.append(found)
-                    continue
-                for lists in (in_copy, over_all):
-                    if lists is over_all or ranks.shares_copy(placed, rank, owner):
-                        if owner == me:
-                            lists.owned[rank] += found
-                        else:
-                            lists.held[owner] += found
-        return Round(
-            params,
-            members,
-            mine,
-            kept,
-            in_copy.peers(ranks) if travels else None,
-            over_all.peers(ranks) if travels or has_copies else None,
-        )
-
-
-class _Lists:
-    """Parts that travel to and from each rank."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.held: list[list[BlockPart]] = [[] for _ in range(num_ranks)]
-        self.owned: list[list[BlockPart]] = [[] for _ in range(num_ranks)]
-
-    def peers(self, ranks: Ranks) -> Peers:
-        return Peers(ranks.mesh.get_group(), self.held, self.owned)
-
-
-def _run(one: Round, grads: Mapping[int, Tensor], step: Step) -> None:
-    locals_now = [local_part(owned.param).detach() for owned in one.params]
-    params = [local.contiguous() for local in locals_now]
-    its_grads = [local_part(grads[id(owned)]).detach().contiguous() for owned in one.params]
-    blocks, own_views = _assembled(one, params)
-    block_grads, _ = _assembled(one, its_grads)
-    if one.sources is not None:
-        to_owners(one.sources, (its_grads, params), (block_grads, blocks))
-    bound = {local.untyped_storage().data_ptr() for local in (*params, *its_grads, *blocks)}
-    for at, own in one.own_blocks().items():
-        own.bind(blocks[at], block_grads[at])
-    try:
-        step(one, bound)
-        for at, own in one.own_blocks().items():
-            stepped = own.tensor.data
-            if stepped.data_ptr() != blocks[at].data_ptr():  # the class gave it other memory
-                blocks[at].copy_(stepped)
-    finally:
-        for own in one.own_blocks().values():
-            own.release()
-    del block_grads
-    _write_kept(one, blocks, params, own_views)
-    if one.targets is not None:
-        to_holders(one.targets, blocks, params)
-    for local, written in zip(locals_now, params, strict=True):
-        if written is not local and written.data_ptr() != local.data_ptr():
-            local.copy_(written)
-
-
-def _assembled(one: Round, locals_now: Sequence[Tensor]) -> tuple[list[Tensor], set[int]]:
-    """Return this rank's blocks, filled with its own parts, and indices of views of locals."""
-    blocks = [_EMPTY] * len(one.members)
-    number_of = {id(owned): number for number, owned in enumerate(one.params)}
-    views: set[int] = set()
-    for at, parts in zip(one.mine, one.kept, strict=True):
-        owned, number = one.members[at]
-        block = owned.blocks[number]
-        local = locals_now[number_of[id(owned)]]
-        if len(parts) == 1 and parts[0].overlap.numel == block.numel and parts[0].overlap.is_flat:
-            start = parts[0].overlap.offset
-            blocks[at] = local.view(-1)[start : start + block.numel].view(block.shape)
-            views.add(at)
-            continue
-        blocks[at] = local.new_empty(block.shape)
-        for part in parts:
-            part.of_block(blocks[at]).copy_(part.of_local(local))
-    return blocks, views
-
-
-def _write_kept(
-    one: Round, blocks: Sequence[Tensor], locals_now: Sequence[Tensor], views: set[int]
-) -> None:
-    for at, parts in zip(one.mine, one.kept, strict=True):
-        for part in parts if at not in views else ():
-            part.of_local(locals_now[part.param]).copy_(part.of_block(blocks[at]))
+        return [Round(self.ranks, [members[at] for at in chosen]) for chosen in planned]
 
 
 def step_round(
@@ -223,27 +188,20 @@ def step_round(
         amp: see ``Inner.step``.
         counts: True if the class counts in its groups, so it must step even without tensors.
     """
-    blocks = one.own_blocks()
-    if not blocks and not counts:
+    if not one.own and not counts:
         return
-    by_group: list[list[Any]] = [[] for _ in groups]
-    for at, own in blocks.items():
-        by_group[one.members[at].owned.group].append(own)
+    by_group: list[list[Steppable]] = [[] for _ in groups]
+    for member in one.own.values():
+        by_group[member.owned.group].append(member.steppable)
     inner.set_runs(groups, by_group)
-    with widened(inner, _first(inner, one, blocks)):
-        if inner.is_eager:
-            for group, its in zip(groups, by_group, strict=True):
-                for own in its:
-                    if inner.state_of(own) is None:
-                        inner.set_state(own, inner.first_state(own, group))
+    pieces = [
+        First(member.steppable, member.owned.piece(member.number), member.owned.units)
+        for member in one.own.values()
+        if member.owned.units is not None and not inner.state_of(member.steppable)
+    ]
+    with widened(inner, pieces):
+        for group, its in zip(groups, by_group, strict=True):
+            for own in its if inner.is_eager else ():
+                if inner.state_of(own) is None:
+                    inner.set_state(own, inner.first_state(own, group))
         inner.step(groups, amp)
-
-
-def _first(inner: Inner, one: Round, blocks: Mapping[int, Steppable]) -> list[First]:
-    """Return the pieces that have no state yet."""
-    found = []
-    for at, own in blocks.items():
-        owned, number = one.members[at]
-        if owned.units is not None and not inner.state_of(own):
-            found.append(First(own, owned.piece(number), owned.units))
-    return found
