@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from operator import add, attrgetter, itemgetter, ne
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,17 +60,18 @@ def _view(
     return stop, place.flat.narrow(0, place.start, numel)
 
 
-@dataclass
-class _SameGroups:
-    """Local gradients sharded over the same process groups."""
+class _SameGroups(NamedTuple):
+    """Local gradients sharded over the same process groups.
+
+    Attributes:
+        sharding: the groups.
+        locals: the gradients.
+        coalesced: their elements in as few tensors as possible.
+    """
 
     sharding: Sharding
-    locals: list[Tensor] = field(default_factory=list)
-
-    @cached_property
-    def coalesced(self) -> list[Tensor]:
-        """The elements of ``locals`` in as few tensors as possible."""
-        return coalesced(self.locals)
+    locals: list[Tensor]
+    coalesced: list[Tensor]
 
 
 def grad_norm(
@@ -99,7 +98,7 @@ def grad_norm(
         NonFiniteError: the norm is not finite and ``error_if_nonfinite`` is set.
         UnsupportedError: a gradient is a partial sum.
     """
-    return _norm(_sorted_by_groups(parameters), norm_type, error_if_nonfinite, foreach)
+    return NormedGradients(parameters, norm_type, error_if_nonfinite, foreach).norm
 
 
 def clip_grad_norm_(
@@ -117,33 +116,34 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, a plain tensor; see ``grad_norm``, also for arguments and errors.
     """
-    alike = _sorted_by_groups(parameters)
-    norm = _norm(alike, norm_type, error_if_nonfinite, foreach)
-    _clip(alike, norm, max_norm, foreach)
-    return norm
+    grads = NormedGradients(parameters, norm_type, error_if_nonfinite, foreach)
+    grads.clip(max_norm)
+    return grads.norm
 
 
 class NormedGradients:
-    """The gradients of ``parameters`` with their norm of order 2, to be clipped or not."""
+    """The gradients of ``parameters`` with their norm, to be clipped or not; see ``grad_norm``."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._alike = _sorted_by_groups(parameters)
-        self.norm = _norm(self._alike, 2.0, error_if_nonfinite=False, foreach=None)
+    def __init__(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        self._alike, self._foreach = _sorted_by_groups(parameters), foreach
+        self.norm = _norm(self._alike, norm_type, error_if_nonfinite, foreach)
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradients as ``clip_grad_norm_`` does."""
-        _clip(self._alike, self.norm, max_norm, foreach=None)
-
-
-def _clip(alike: list[_SameGroups], norm: Tensor, max_norm: float, foreach: bool | None) -> None:
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for one in alike:
-        for device_scale, grads in _by_device(one.coalesced, scale):
-            if foreach is False:
-                for grad in grads:
-                    grad.mul_(device_scale.to(grad.dtype))
-            else:
-                torch._foreach_mul_(grads, device_scale)
+        scale = (max_norm / (self.norm + 1e-6)).clamp(max=1.0)
+        for one in self._alike:
+            for device_scale, grads in _by_device(one.coalesced, scale):
+                if self._foreach is False:
+                    for grad in grads:
+                        grad.mul_(device_scale.to(grad.dtype))
+                else:
+                    torch._foreach_mul_(grads, device_scale)
 
 
 def _by_device(grads: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
@@ -167,7 +167,7 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_SameGroups
         for param, grad in pairs
         if grad is not None or (param.requires_grad and not param.is_meta)
     ]
-    found: dict[Sharding, _SameGroups] = {}
+    found: dict[Sharding, list[Tensor]] = {}
     locals_of: dict[tuple[int, tuple[type, ...]], list[Tensor]] = {}
 
     def alike(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Tensor]:
@@ -175,7 +175,7 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_SameGroups
         there = locals_of.get(key)
         if there is None:  # gradients of equal meshes are alike, too
             sharding = sharding_of(mesh, placements)
-            there = locals_of[key] = found.setdefault(sharding, _SameGroups(sharding)).locals
+            there = locals_of[key] = found.setdefault(sharding, [])
         return there
 
     for param, grad in grads:
@@ -184,11 +184,11 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_SameGroups
             continue
         parts = placed_pieces_of(param)
         if not parts:
-            found.setdefault(_PLAIN, _SameGroups(_PLAIN)).locals.append(grad)
+            found.setdefault(_PLAIN, []).append(grad)
         for (mesh, placements), start, numel, _ in parts:
             local = grad if len(parts) == 1 else grad[start : start + numel]
             alike(mesh, placements).append(local)
-    return list(found.values())
+    return [_SameGroups(sharding, those, coalesced(those)) for sharding, those in found.items()]
 
 
 def _none_of(param: Tensor) -> Tensor:
