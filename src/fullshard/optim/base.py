@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fullshard.engine.steps import refused
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.host import refuse_fraction
-from fullshard.optim.inner import AMP, Inner, options_of
+from fullshard.optim.inner import AMP, Inner, loss_of, options_of
 from fullshard.optim.probe import Probe
 
 
@@ -73,10 +73,7 @@ class Outer(Optimizer, ABC):
         Raises:
             ConfigError: some state does not fit its parameter; no parameter was stepped.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self.step_within(self)
         return loss
 
@@ -105,8 +102,9 @@ class Outer(Optimizer, ABC):
 
     def _prepare_group(self, param_group: dict[str, Any]) -> dict[str, Any]:
         """Check a group that is to be added; return its options, with defaults."""
-        if isinstance(param_group, dict) and not isinstance(param_group["params"], (Tensor, set)):
-            param_group["params"] = list(param_group["params"])
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
+            given = param_group["params"]
+            param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
             self._check_params(param_group["params"])
         options = {**self.defaults, **options_of(param_group)}
         refuse_fraction(options, self._label)
@@ -131,8 +129,7 @@ class Outer(Optimizer, ABC):
 
     def _check_random(self, params: Any, probe: Probe, accept: str) -> None:
         """Refuse random numbers of the class; ``accept``: the argument that accepts them."""
-        given = [params] if isinstance(params, Tensor) else params
-        dtypes = (one[1].dtype if isinstance(one, tuple) else one.dtype for one in given)
+        dtypes = (one[1].dtype if isinstance(one, tuple) else one.dtype for one in params)
         probe.check_random(dtypes, self._label, accept)
 
     def _check_params(self, params: Iterable[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -82,6 +82,14 @@ _MISSING = object()
 _ONCE = (nullcontext(),)
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return what the closure of a step returns, or None; it may compute gradients."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def step_without_hooks(optimizer: Optimizer) -> None:
     """Call ``optimizer.step()`` without global hooks; those run for the user's optimizer."""
     step: Any = type(optimizer).step
@@ -124,16 +132,11 @@ class Inner:
         stand_in = nn.Parameter(torch.zeros(2, 2, device="cpu"))
         self._optimizer = optimizer_class([stand_in], **kwargs)
         self._class, self._kwargs = optimizer_class, kwargs
-        self._is_eager = bool(self._optimizer.state)  # has state before the first step
+        self.is_eager = bool(self._optimizer.state)  # has state before the first step
         self.defaults = dict(self._optimizer.defaults)
         self.scalars: frozenset[str] = frozenset({"step"})  # see ``is_cut``
         self._optimizer.param_groups.clear()
         self._optimizer.state.clear()
-
-    @property
-    def is_eager(self) -> bool:
-        """Return whether the class creates state when it is constructed."""
-        return self._is_eager
 
     def converted(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return a group's options as the class keeps them, such as a rate made a tensor."""

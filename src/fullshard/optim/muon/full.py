@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
-from fullshard.optim.inner import label_of
+from fullshard.optim.inner import label_of, loss_of
 from fullshard.optim.muon.newton_schulz import COEFFICIENTS, orthogonalise
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -81,10 +81,7 @@ class FullMuon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have gradients; return the result of ``closure``, or None."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for params in _alike(group["params"], group["stacked"]):
                 self._step_alike(params, group)

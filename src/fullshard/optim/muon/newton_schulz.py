@@ -98,15 +98,13 @@ def _iterated(wide: Tensor, polynomial: _Polynomial, *, is_tall: bool) -> Tensor
 
 def _round_alike(matrices: Sequence[Tensor], polynomial: _Polynomial, dtype: torch.dtype) -> bool:
     """Return whether the products of many matrices round as those of each matrix alone."""
-    first = matrices[0]
+    first, count = matrices[0], len(matrices)
     if first.is_meta:
         return True
     how = (torch.get_num_threads(), torch.get_float32_matmul_precision())
-    key = (first.device, dtype, len(matrices), tuple(first.shape), polynomial, how)
+    key = (first.device, dtype, count, tuple(first.shape), polynomial, how)
     if key not in _rounds_alike:
-        count = len(matrices)
-        numel = max(1, count * min(first.shape) ** 2)
-        trials = min(-(-_TRIED_NUMEL // numel), _MOST_TRIALS)
+        trials = min(-(-_TRIED_NUMEL // max(1, count * min(first.shape) ** 2)), _MOST_TRIALS)
         seeds = (range(start, start + count) for start in range(0, trials * count, count))
         _rounds_alike[key] = all(_are_alike(first, some, polynomial, dtype) for some in seeds)
     return _rounds_alike[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.optim.flat import ShardedOptimizer
 from fullshard.optim.host import refuse_fraction
-from fullshard.optim.inner import label_of, numbered
+from fullshard.optim.inner import label_of, loss_of, numbered
 from fullshard.optim.muon.full import FullMuon, check_options
 from fullshard.optim.muon.newton_schulz import COEFFICIENTS, Coefficients
 from fullshard.optim.muon.rule import (
@@ -138,10 +139,7 @@ class Muon(Optimizer):
         Returns:
             The result of ``closure``, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         outer: Optimizer = self
         for part in self._parts.values():
             part.step_within(outer)
@@ -209,9 +207,8 @@ class Muon(Optimizer):
     def _part(self, algorithm: str, group: dict[str, Any]) -> Part:
         if algorithm == ADAMW:
             return ShardedOptimizer([group], AdamW, **self._adamw)
-        return OwnedOptimizer(
-            [group], FullMuon, blocks=_Blocks(self.rule), independent=True, **self._options
-        )
+        blocks = partial(_blocks, {choice.names[0]: choice.blocks for choice in self.rule})
+        return OwnedOptimizer([group], FullMuon, blocks=blocks, independent=True, **self._options)
 
     def __getstate__(self) -> dict[str, Any]:
         mine = ("_options", "_adamw", "_parts", "rule")
@@ -261,12 +258,6 @@ def _groups_of(chosen: Sequence[tuple[Tensor, ParamChoice]]) -> Iterator[dict[st
     yield from found.values()
 
 
-class _Blocks:
-    """The blocks of parameters by name, as ``OwnedOptimizer`` asks for them."""
-
-    def __init__(self, choices: Choices) -> None:
-        self._of = {choice.names[0]: choice.blocks for choice in choices}
-
-    def __call__(self, name: str, shape: Sequence[int]) -> Blocks:
-        """Return the blocks of a parameter."""
-        return self._of.get(name)
+def _blocks(known: Mapping[str, Blocks], name: str, shape: Sequence[int]) -> Blocks:
+    """Return the blocks of a parameter, as ``OwnedOptimizer`` asks for them."""
+    return known.get(name)

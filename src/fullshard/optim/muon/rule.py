@@ -77,20 +77,11 @@ class ParamChoice:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Choices(Sequence[ParamChoice]):
+class Choices(tuple[ParamChoice, ...]):
     """The choices for all parameters of a model, in its order; printed, they are a table."""
 
-    def __init__(self, choices: Sequence[ParamChoice]) -> None:
-        self._choices = tuple(choices)
-
-    def __len__(self) -> int:
-        return len(self._choices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._choices[index]
-
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "stepped by", "because"), *map(_row, self._choices)]
+        rows = [("parameter", "shape", "stepped by", "because"), *map(_row, self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -100,7 +91,7 @@ class Choices(Sequence[ParamChoice]):
 
     def _sums(self) -> str:
         sums = {MUON: 0, ADAMW: 0}
-        for one in self._choices:
+        for one in self:
             sums[one.algorithm] += math.prod(one.shape)
         return f"elements: {sums[MUON]:,} by muon, {sums[ADAMW]:,} by adamw"
 
