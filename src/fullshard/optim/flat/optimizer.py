@@ -239,7 +239,7 @@ class ShardedOptimizer(Outer):
     ) -> tuple[list[Run], list[Candidate]]:
         """Return the runs of parameters, with their state in place, and the facts behind them.
 
-        ``members``: number of the group, parameter and gradient, see ``Candidate.of``.
+        ``members``: number of the group, parameter and gradient, see ``Candidate``.
         """
         self._stream.wait()
         given = list(members)
@@ -251,9 +251,7 @@ class ShardedOptimizer(Outer):
         keys = state_keys_of(params, self._state, self._inner.scalars)
         hosts = self._places(params)
         facts = zip(given, keys, hosts, strict=True)
-        candidates = [
-            Candidate.of(param, grad, at, key, on) for (at, param, grad), key, on in facts
-        ]
+        candidates = [Candidate(param, grad, at, key, on) for (at, param, grad), key, on in facts]
         runs = [self._known(run) or run for run in plan_runs(candidates)]
         self._settle([run for run in runs if run is not self._run_of.get(run.params[0])])
         return runs, candidates
@@ -274,7 +272,7 @@ class ShardedOptimizer(Outer):
         """Give the runs in ``new`` the state of their parameters."""
         flats: dict[bool | None, set[int]] = {}
         for run in {*self._run_of.values()}:
-            flats.setdefault(run.on_host, set()).update(map(id, run.flats))
+            flats.setdefault(run.on_host, set()).update(map(id, run.flats.values()))
         group_of = {param: self.param_groups[at] for at, param in numbered(self.param_groups)}
         for run in new:
             values = run.read(self._state, flats.get(run.on_host, ()), self._inner.scalars)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, repeat
 from operator import attrgetter, eq, is_, sub
 from typing import Any, NamedTuple
@@ -66,41 +65,36 @@ def gradients(params: Iterable[Tensor]) -> list[Tensor | None]:
 _grad_of = attrgetter("grad")
 
 
-@dataclass(frozen=True, slots=True)
 class Candidate:
     """A parameter to step, with the positions of its memory and of its gradient's.
 
     Attributes:
-        group: number of its parameter group.
-        state_key: the value that parameters must have in common to share state.
         local: its local tensor.
         part: position of ``local`` in a flat buffer; None if it is in none.
         grad_part: the same for the gradient.
-        on_host: see ``Run``.
     """
 
-    param: Tensor
-    group: int
-    state_key: Hashable
-    local: Tensor
-    part: FlatPart | None
-    grad_part: FlatPart | None
-    on_host: bool | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         param: Tensor,
         grad: Tensor | None,
         group: int,
         state_key: Hashable,
         on_host: bool | None = None,
-    ) -> Candidate:
-        """Describe ``param``; without ``grad``, assume a gradient laid out like the parameter."""
-        local = local_part(param)
-        part = _part_of(local)
-        grad_part = part if grad is None else _part_of(local_part(grad))
-        return cls(param, group, state_key, local, part, grad_part, on_host)
+    ) -> None:
+        """Describe ``param``; without ``grad``, assume a gradient laid out like the parameter.
+
+        Args:
+            param: the parameter.
+            grad: its gradient.
+            group: number of its parameter group.
+            state_key: the value that parameters must have in common to share state.
+            on_host: see ``Run``.
+        """
+        self.param, self.group, self.state_key, self.on_host = param, group, state_key, on_host
+        self.local = local_part(param)
+        self.part = _part_of(self.local)
+        self.grad_part = self.part if grad is None else _part_of(local_part(grad))
 
     def position(self, grad_part: FlatPart | None) -> Position | None:
         """Return the position with the gradient at ``grad_part``; None if in no buffer."""

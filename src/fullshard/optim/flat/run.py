@@ -56,6 +56,7 @@ class Run(HostedRun):
         tensor: the parameter of the inner optimizer; it has no memory between steps.
         parts: positions of the parameters in ``tensor``, which is 1-D; None if the run has one
             parameter and ``tensor`` has the shape of its local tensor.
+        flats: by key the buffers of cut state, which ``flat_part_of`` finds.
         is_shown: True once users see the state of the run.
         on_host: whether its cut state lives in host memory or on the device of the parameters;
             None: wherever it is.
@@ -70,8 +71,7 @@ class Run(HostedRun):
         """Create a run with parameters at ``offsets``, or None for one that keeps its shape."""
         self.params = tuple(params)
         self.on_host = on_host
-        is_dry = local_part(params[0]).is_meta
-        super().__init__(_EMPTY_ON_META if is_dry else EMPTY)
+        super().__init__(EMPTY.to("meta") if local_part(params[0]).is_meta else EMPTY)
         self.parts: tuple[Extent, ...] | None = None
         shapes = [local_part(param).shape for param in params]
         self._shape = shapes[0]
@@ -84,29 +84,19 @@ class Run(HostedRun):
         self.is_shown = False
         self._shown: dict[str, object] = {}  # by key: the value shown, or the base of the views
         self._copies: dict[str, Tensor] = {}  # by key: one row for each parameter
-        self._flats: dict[str, Tensor] = {}  # by key: the announced buffer of cut state
+        self.flats: dict[str, Tensor] = {}
         self._entries: list[object] = []
         self._version = 0
 
     @property
-    def numel(self) -> int:
-        """Number of elements of the tensor, padding included."""
-        return self._shape.numel()
-
-    @property
     def is_coalesced(self) -> bool:
         """Return whether parameters and gradients must be neighbors."""
-        return len(self.params) > 1 and self.numel > 0
+        return len(self.params) > 1 and self._shape.numel() > 0
 
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
         return local_part(self.params[0]).device
-
-    @property
-    def flats(self) -> Iterable[Tensor]:
-        """The buffers of the state; ``flat_part_of`` finds them while the run is alive."""
-        return self._flats.values()
 
     def is_like(self, other: Run) -> bool:
         """Return whether both have the same parameters, offsets, and place for their state."""
@@ -203,9 +193,9 @@ class Run(HostedRun):
         grad = self.tensor.grad
         if grad is not None and grad.numel() and _memory.is_at(value, grad):
             values[key] = value = value.clone()  # state is the gradient itself, which is released
-        if self.parts is not None and (key not in self._flats or shown is not None):
+        if self.parts is not None and (key not in self.flats or shown is not None):
             announce_flat(value, ((part.offset, part.numel) for part in self.parts))
-            self._flats[key] = value
+            self.flats[key] = value
         self._shown[key] = value
         news[key] = [
             shown_like(param, view)
@@ -229,7 +219,7 @@ class Run(HostedRun):
     ) -> None:
         owns = [state[param] for param in self.params]
         for key in list(gone):
-            holders: tuple[dict[str, Any], ...] = (self._shown, self._copies, self._flats, *owns)
+            holders: tuple[dict[str, Any], ...] = (self._shown, self._copies, self.flats, *owns)
             for holder in holders:
                 holder.pop(key, None)
         for key, entries in news.items():
@@ -250,7 +240,7 @@ class Run(HostedRun):
             return self._new(first).copy_(first)
         flat, start = self._neighbours(locals_now)
         if flat is not None and id(flat) in flats:
-            self._flats[key] = flat
+            self.flats[key] = flat
             return flat.narrow(0, start, self._shape[0])
         merged = self._new(first, self._shape).zero_()
         views = [merged.narrow(0, part.offset, part.numel).view(part.shape) for part in self.parts]
@@ -275,9 +265,6 @@ class Run(HostedRun):
             if place.start - first.start != part.offset:
                 return None, 0
         return (None, 0) if first is None else (first.flat, first.start)
-
-
-_EMPTY_ON_META = torch.empty(0, device="meta")
 
 
 def _is_alike(shown: Tensor, value: Tensor, *, rows: bool = False) -> bool:
