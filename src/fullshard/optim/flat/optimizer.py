@@ -19,7 +19,7 @@ from fullshard.optim.flat.run import Run
 from fullshard.optim.flat.scalars import check_state, state_keys_of
 from fullshard.optim.host import FRACTION, Stream, checked_fraction, hosted
 from fullshard.optim.inner import Groups, label_of, numbered, options_of
-from fullshard.optim.probe import Probe, Unchanged
+from fullshard.optim.probe import Probe, Unchanged, keep_unchanged
 from fullshard.tensors import local_part
 
 
@@ -150,19 +150,9 @@ class ShardedOptimizer(Outer):
     def _protect(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Keep state that lives in host memory off the device."""
         chosen = set(map(id, self.params_on_host()))
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        params = (param for _, param in numbered(self.param_groups))
-        kept = {n for n, param in zip(numbers, params, strict=False) if id(param) in chosen}
-        state = {
-            number: {
-                key: Unchanged(one) if isinstance(one, Tensor) and key != "step" else one
-                for key, one in own.items()
-            }
-            if number in kept
-            else own
-            for number, own in state_dict["state"].items()
-        }
-        return {**state_dict, "state": state}
+        pairs = zip(numbered(state_dict["param_groups"]), numbered(self.param_groups), strict=False)
+        kept = {number for (_, number), (_, param) in pairs if id(param) in chosen}
+        return keep_unchanged(state_dict, kept, but=("step",))
 
     def check_loaded(self, state: dict[str, Any]) -> None:
         """Check loaded groups and state, and change nothing."""

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -285,6 +285,9 @@ def placement_of(param: Tensor, label: str) -> tuple[ParamPlacement, DeviceMesh]
     return ParamPlacement(tuple(full), tuple(piece.place.placements)), piece.place.mesh
 
 
+_region_of = lru_cache(1 << 16)(region_of)  # layers are alike
+
+
 class Ranks:
     """The ranks of a mesh in ascending order, and the parts of parameters that each holds.
 
@@ -301,7 +304,6 @@ class Ranks:
         pairs = sorted(zip(order, coordinates, strict=True))
         self.numbers: list[int] = [rank for rank, _ in pairs]
         self._coordinates = [at for _, at in pairs]
-        self._regions: dict[tuple[ParamPlacement, tuple[int, ...]], Region] = {}
         self._holdings: dict[ParamPlacement, list[list[tuple[int, Interval]]]] = {}
         self._holders: dict[tuple[object, ...], tuple[int, ...]] = {}  # layers are alike
 
@@ -324,12 +326,9 @@ class Ranks:
 
     def region(self, param: ParamPlacement, index: int) -> Region:
         """Return what the rank with this index holds of a parameter."""
-        at = self._coordinates[index]
-        cuts = [not isinstance(one, Replicate) for one in param.placements]
-        key = (param, tuple(own if cut else 0 for own, cut in zip(at, cuts, strict=True)))
-        if key not in self._regions:
-            self._regions[key] = region_of(param.shape, param.placements, self._shape, at)
-        return self._regions[key]
+        pairs = zip(param.placements, self._coordinates[index], strict=True)
+        at = tuple(0 if isinstance(kind, Replicate) else own for kind, own in pairs)
+        return _region_of(param.shape, param.placements, self._shape, at)
 
     def shares_copy(self, param: ParamPlacement, one: int, other: int) -> bool:
         """Return whether two ranks, by index, hold parts of the same copy of a parameter."""

@@ -147,7 +147,6 @@ class OwnedOptimizer(Outer):
         super()._start()
         self._families: list[Family] = []
         self._owned: dict[int, OwnedParam] = {}  # by ``id`` of the parameter
-        self._loads: list[tuple[set[int], dict[int, float]]] = []  # of each family, by rank
         self._has_warned = False
 
     def owners_of(self, param: Tensor) -> list[int]:
@@ -168,8 +167,8 @@ class OwnedOptimizer(Outer):
         """Return the cost of each rank's matrices, on the meshes that contain this rank."""
         self._settle()
         total: dict[int, float] = {}
-        for _, loads in self._loads:
-            for rank, load in loads.items():
+        for family in self._families:
+            for rank, load in family.loads.items():
                 total[rank] = total.get(rank, 0.0) + load
         return total
 
@@ -195,8 +194,7 @@ class OwnedOptimizer(Outer):
         options = self._prepare_group(param_group)
         probe = self._probe(options)
         traits = probe.traits(is_vouched_for=self._is_vouched_for)
-        given = param_group["params"]
-        params = [given] if isinstance(given, Tensor) else given
+        params = param_group["params"]
         if not self._is_vouched_for:
             self._check_random(params, probe, "independent=True")
         self._check_matrices(params, probe)
@@ -206,7 +204,7 @@ class OwnedOptimizer(Outer):
         self._traits = self._traits.merged(traits)
 
     def _check_matrices(self, params: Sequence[Any], probe: Probe) -> None:
-        matrices = {}
+        labels: dict[tuple[Shape, torch.dtype], str] = {}
         for index, item in enumerate(params):
             name, param = item if isinstance(item, tuple) else ("", item)
             label = f"{self._label}: " + (f"parameter {name!r}" if name else f"parameter {index}")
@@ -216,8 +214,8 @@ class OwnedOptimizer(Outer):
             if is_cut:
                 self._units(param, placed.shape, block_size, probe)
             for block in blocks_of(0, name, placed.shape, self._blocks):
-                matrices[label.partition(": ")[2]] = (block.shape, param.dtype)
-        probe.check_shapes(matrices)
+                labels.setdefault((block.shape, param.dtype), label.partition(": ")[2])
+        probe.check_shapes(labels)
 
     # owners
 
@@ -250,17 +248,13 @@ class OwnedOptimizer(Outer):
             for block in (() if number in pieces else blocks[number])
         ]
         # Ranks of one mesh must agree, so only loads that all of them know of count.
-        members = set(ranks.numbers)
-        known = [loads for others, loads in self._loads if others >= members]
+        known = [one.loads for one in self._families if one.loads.keys() >= set(ranks.numbers)]
         before = {
-            index: sum(loads.get(rank, 0.0) for loads in known)
-            for index, rank in enumerate(ranks.numbers)
+            index: sum(loads[rank] for loads in known) for index, rank in enumerate(ranks.numbers)
         }
         for its_blocks, its_owners in pieces.values():
             for block, owner in zip(its_blocks, its_owners, strict=True):
                 before[owner] += float(self._cost(block.shape))
-        if ranks.is_alone:
-            before = {}
         owners = iter(owners_of(matrices, len(ranks.numbers), before))
         owned: dict[int, OwnedParam] = {}
         for number, (group, _, param, placed) in enumerate(params):
@@ -272,10 +266,7 @@ class OwnedOptimizer(Outer):
                 units = self._units(param, placed.shape, size, self._group_probe(group))
             owned[id(param)] = OwnedParam(param, group, placed, *its, ranks, units)
         self._owned |= owned
-        family = Family(ranks, owned, self._round_nbytes)
-        self._families.append(family)
-        if not ranks.is_alone:
-            self._loads.append((members, family.loads(self._cost)))
+        self._families.append(Family(ranks, owned, self._round_nbytes, self._cost))
 
     def _units(self, param: Tensor, shape: Shape, block_size: int, probe: Probe) -> Units:
         vouched = self._is_vouched_for
@@ -301,7 +292,7 @@ class OwnedOptimizer(Outer):
             len(plain),
             sum(one.param.numel() for one in plain),
             work,
-            max((load for _, loads in self._loads for load in loads.values()), default=0.0),
+            max((load for one in self._families for load in one.loads.values()), default=0.0),
         )
 
     # steps
@@ -343,7 +334,7 @@ class OwnedOptimizer(Outer):
     def _step_round(self, one: Round, bound: set[int], amp: Mapping[str, Tensor]) -> None:
         step_round(self._inner, self.param_groups, one, amp, counts=self._traits.counts)
         for owned in one.params:
-            owned.refresh(self._inner, bound, may_change=self._traits.is_late)
+            owned.refresh(self._inner, self.state, bound, may_change=self._traits.is_late)
 
     # state
 
@@ -368,7 +359,7 @@ class OwnedOptimizer(Outer):
     def _announce(self, grads: Mapping[int, Tensor | None]) -> None:
         """Show the state of parameters that have stepped for the first time."""
         for family in self._families:
-            stepped = [one for id_, one in family.members.items() if grads.get(id_) is not None]
+            stepped = (one for id_, one in family.members.items() if grads.get(id_) is not None)
             fresh = [one for one in stepped if self._traits.is_late or not one.is_announced]
             said = [one.describe(self._inner) for one in fresh]
             if fresh and len(family.ranks.numbers) > 1:
@@ -381,12 +372,10 @@ class OwnedOptimizer(Outer):
                 owned.announce(
                     described, self._inner, self.state, makes_state=self._traits.makes_state
                 )
-            if family.ranks.is_alone:
-                for owned in stepped:
-                    owned.write_numbers(self.state)
 
     def _protect(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return keep_unchanged(state_dict)  # tensors keep the dtypes that the class gives them
+        # Tensors keep the dtypes that the class gives them.
+        return keep_unchanged(state_dict, state_dict["state"])
 
     def check_loaded(self, state: dict[str, Any]) -> None:
         """Check loaded groups and state, and change nothing."""

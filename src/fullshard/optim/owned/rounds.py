@@ -137,20 +137,19 @@ class Family:
     Attributes:
         ranks: the ranks of the mesh.
         members: the parameters by their ``id``.
+        loads: the cost of each rank's matrices; empty for plain tensors.
     """
 
-    def __init__(self, ranks: Ranks, members: Mapping[int, OwnedParam], budget_nbytes: int) -> None:
+    def __init__(
+        self, ranks: Ranks, members: Mapping[int, OwnedParam], budget_nbytes: int, cost: Cost
+    ) -> None:
         self.ranks, self.members = ranks, members
+        self.loads = {} if ranks.is_alone else dict.fromkeys(ranks.numbers, 0.0)
+        for one in members.values() if self.loads else ():
+            for block, owner in zip(one.blocks, one.owners, strict=True):
+                self.loads[ranks.numbers[owner]] += float(cost(block.shape))
         self._budget_nbytes = budget_nbytes
         self._rounds: dict[object, list[Round]] = {}
-
-    def loads(self, cost: Cost) -> dict[int, float]:
-        """Return the cost of each rank's matrices."""
-        found = dict.fromkeys(self.ranks.numbers, 0.0)
-        for one in self.members.values():
-            for block, owner in zip(one.blocks, one.owners, strict=True):
-                found[self.ranks.numbers[owner]] += float(cost(block.shape))
-        return found
 
     def rounds(self, grads: Mapping[int, Tensor | None]) -> Iterator[Round]:
         """Yield the rounds that step all parameters with gradients."""

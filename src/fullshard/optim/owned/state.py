@@ -22,7 +22,6 @@ from fullshard.optim.probe import (
     padded_numel,
     plain,
     replace,
-    tensors_for_numbers,
     unheld,
     unwrapped,
     wrapped,
@@ -40,14 +39,14 @@ class StateEntry(NamedTuple):
         name: under which it is shown.
         key: the name that the class gives it.
         shape: of that tensor.
-        members: number of each block, and the shape of its state.
+        members: by number of the block, the shape of its state.
         is_shared: all blocks have all of it; it is shown as that of the first.
     """
 
     name: str
     key: str
-    shape: tuple[int, ...]
-    members: tuple[tuple[int, torch.Size], ...]
+    shape: torch.Size
+    members: dict[int, torch.Size]
     is_shared: bool = False
 
 
@@ -71,66 +70,61 @@ class Entries:
         if self._units is not None:
             return self._of_pieces(name, shape, self._units.get(name))
         if is_cut(name, shape, self._shape, scalars):
-            members = [(at, torch.Size(block.shape)) for at, block in enumerate(self._blocks)]
-            return StateEntry(name, name, tuple(shape), tuple(members))
+            members = {at: torch.Size(block.shape) for at, block in enumerate(self._blocks)}
+            return StateEntry(name, name, shape, members)
         if count == 1:
-            return StateEntry(name, name, tuple(shape), ((0, shape),))
+            return StateEntry(name, name, shape, {0: shape})
         key, _, number = name.rpartition(".")
         if key and number.isdigit() and int(number) < count:
-            return StateEntry(name, key, tuple(shape), ((int(number), shape),))
+            return StateEntry(name, key, shape, {int(number): shape})
         if shape and shape[0] == count:
-            return StateEntry(
-                name, name, tuple(shape), tuple((at, shape[1:]) for at in range(count))
-            )
+            return StateEntry(name, name, shape, dict.fromkeys(range(count), shape[1:]))
         return None
 
     def _of_pieces(self, name: str, shape: torch.Size, unit: int | None) -> StateEntry:
         if not unit:
-            members = tuple((at, shape) for at in range(len(self._blocks)))
-            return StateEntry(name, name, tuple(shape), members, is_shared=True)
+            members = dict.fromkeys(range(len(self._blocks)), shape)
+            return StateEntry(name, name, shape, members, is_shared=True)
         rows, rest = (shape.numel(), ()) if shape == self._shape else (shape[0], tuple(shape[1:]))
         starts = [block.start // block.block_size * unit for block in self._blocks]
-        lengths = [stop - start for start, stop in pairwise((*starts, rows))]
-        members = tuple((at, torch.Size((length, *rest))) for at, length in enumerate(lengths))
-        return StateEntry(name, name, tuple(shape), members)
+        lengths = (stop - start for start, stop in pairwise((*starts, rows)))
+        members = {at: torch.Size((length, *rest)) for at, length in enumerate(lengths)}
+        return StateEntry(name, name, shape, members)
 
     def merged(self, described: Sequence[Described], scalars: Container[str]) -> list[StateEntry]:
         """Return the entries that show state of the blocks, each of which is ``described``."""
-        if not all(described):
-            return []
         found: list[StateEntry] = []
-        for key in described[0]:
+        for key in described[0] if all(described) else ():
             if not all(key in one for one in described):
                 continue
             shapes = [torch.Size(one[key][0]) for one in described]
-            members = tuple(enumerate(shapes))
+            members = dict(enumerate(shapes))
             if self._units is not None:
-                found.append(self._merged_pieces(key, shapes, self._units.get(key)))
+                found.append(self._merged_pieces(key, members, self._units.get(key)))
                 continue
             pairs = zip(shapes, self._blocks, strict=True)
-            cut = (is_cut(key, own, torch.Size(block.shape), scalars) for own, block in pairs)
-            if all(cut):
-                found.append(StateEntry(key, key, tuple(self._shape), members))
+            if all(is_cut(key, own, torch.Size(block.shape), scalars) for own, block in pairs):
+                found.append(StateEntry(key, key, self._shape, members))
             elif len(members) == 1:
-                found.append(StateEntry(key, key, tuple(shapes[0]), members))
+                found.append(StateEntry(key, key, shapes[0], members))
             elif len(set(shapes)) == 1:
-                found.append(StateEntry(key, key, (len(members), *shapes[0]), members))
+                shape = torch.Size((len(members), *shapes[0]))
+                found.append(StateEntry(key, key, shape, members))
             else:
                 found += [
-                    StateEntry(f"{key}.{at}", key, tuple(shape), ((at, shape),))
-                    for at, shape in members
+                    StateEntry(f"{key}.{at}", key, members[at], {at: members[at]}) for at in members
                 ]
         return found
 
     def _merged_pieces(
-        self, key: str, shapes: Sequence[torch.Size], unit: int | None
+        self, key: str, members: dict[int, torch.Size], unit: int | None
     ) -> StateEntry:
+        first = members[0]
         if not unit:
-            return StateEntry(key, key, tuple(shapes[0]), ((0, shapes[0]),))
-        rows, rest = sum(shape[0] for shape in shapes), tuple(shapes[0][1:])
-        is_like = rows == self._shape.numel() and not rest
-        shape = tuple(self._shape) if is_like else (rows, *rest)
-        return StateEntry(key, key, shape, tuple(enumerate(shapes)))
+            return StateEntry(key, key, first, {0: first})
+        shape = torch.Size((sum(shape[0] for shape in members.values()), *first[1:]))
+        is_like = shape == (self._shape.numel(),)
+        return StateEntry(key, key, self._shape if is_like else shape, members)
 
 
 Sample = Callable[[int, tuple[int, ...], torch.dtype], Mapping[str, Any]]
@@ -196,7 +190,7 @@ class OwnedParam:
             local = torch.empty(shape, device="meta")
             spec = self._spec(Replicate(), local.shape, local.dtype)
             return _dtensor.dtensor_from_spec(local, spec, requires_grad=False, cls=DTensor)
-        local = torch.empty(self._numel(entry, self.ranks.own), device="meta")
+        local = torch.empty(self._lengths(entry)[self.ranks.own], device="meta")
         return self._placed(entry, local)
 
     def read(
@@ -210,8 +204,7 @@ class OwnedParam:
             numbers: names of state that is a Python number there, with its type.
             sample: returns state that the class makes, see ``Probe.sample``.
         """
-        own = loaded(own, self.param, lambda: self._sample(0, sample))
-        own = tensors_for_numbers(own, numbers, lambda: self._sample(0, sample))
+        own = loaded(own, self.param, numbers, lambda: self._sample(0, sample))
         values: dict[int, dict[str, Any]] = {at: {} for at in self.own_blocks}
         self._described = [{} for _ in self.blocks]
         for name, value in own.items():
@@ -224,7 +217,7 @@ class OwnedParam:
                     mine[name] = value.detach().clone() if isinstance(value, Tensor) else value
                 continue
             kind = numbers.get(entry.key)
-            for at, its_shape in entry.members:
+            for at, its_shape in entry.members.items():
                 is_number = kind is not None and not its_shape
                 dtype = _dtype(kind()) if kind is not None and is_number else value.dtype
                 self._described[at][entry.key] = (tuple(its_shape), dtype)
@@ -241,7 +234,6 @@ class OwnedParam:
             else:
                 inner.forget(block)
         self.is_announced = any(self._described)
-        self._forget_shown()
 
     def refuse(self, own: Mapping[str, Any], scalars: Container[str], sample: Sample) -> None:
         """Refuse state that the class does not make, on all ranks alike, before it is read.
@@ -260,7 +252,7 @@ class OwnedParam:
                 continue
             entry = self._entries.of(name, value.shape, scalars)
             key = name if entry is None else entry.key
-            members = range(len(self.blocks)) if entry is None else (at for at, _ in entry.members)
+            members = range(len(self.blocks)) if entry is None else entry.members
             for at in members if "." in key else ():
                 held.setdefault(at, []).append(key)
         for at, names in held.items():
@@ -273,11 +265,10 @@ class OwnedParam:
                 )
 
     def _sample(self, at: int, sample: Sample) -> Mapping[str, Any]:
-        piece = self.piece(at)
-        is_cut = self.units is not None
-        shape = (
-            (padded_numel(0, piece.full, piece.block_size),) if is_cut else self.blocks[at].shape
-        )
+        block = self.blocks[at]
+        shape = block.shape
+        if self.units is not None:
+            shape = (padded_numel(0, torch.Size(self.placed.shape).numel(), block.block_size),)
         return sample(self.group, shape, self.param.dtype)
 
     # showing
@@ -307,7 +298,8 @@ class OwnedParam:
 
     def show(self, inner: Inner, state: MutableMapping[Any, Any]) -> None:
         """Show in ``state`` what is known of the blocks."""
-        self._forget_shown()
+        self._views.clear()
+        self._shown.clear()
         for entry in self._entries.merged(self._described, inner.scalars):
             self._show(entry, inner)
         if self._shown or self.param in state:
@@ -315,11 +307,19 @@ class OwnedParam:
             own.clear()
             own.update(self._shown)
 
-    def refresh(self, inner: Inner, bound: Container[int], *, may_change: bool) -> None:
+    def refresh(
+        self,
+        inner: Inner,
+        state: MutableMapping[Any, Any],
+        bound: Container[int],
+        *,
+        may_change: bool,
+    ) -> None:
         """Bring what is shown up to date after a step.
 
         Args:
             inner: the optimizer that has stepped.
+            state: the user's.
             bound: addresses of memory that is released after the step.
             may_change: whether the class may change names or shapes of the state.
 
@@ -339,33 +339,19 @@ class OwnedParam:
             for key, value in unwrapped(values).items():
                 view = self._views.get((at, key))
                 if view is None:
-                    if isinstance(value, Tensor) and _address(value) in bound:
+                    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in bound:
                         replace(values, key, value.clone())
                 elif not isinstance(value, Tensor):
                     view.fill_(value)
-                    self._keep_number(key, value)
+                    if self.ranks.is_alone and len(self.blocks) == 1:  # shown as it is
+                        self._shown[key] = state[self.param][key] = value
                 elif value is not view and (value.shape, value.dtype) == (view.shape, view.dtype):
                     replace(values, key, view.copy_(value))
 
-    def _keep_number(self, key: str, value: object) -> None:
-        if self.ranks.is_alone and len(self.blocks) == 1:
-            self._shown[key] = value
-
-    def write_numbers(self, state: MutableMapping[Any, Any]) -> None:
-        """Show Python numbers of plain tensors as they are."""
-        own = state.get(self.param)
-        for key, value in self._shown.items():
-            if own is not None and isinstance(value, (int, float)):
-                own[key] = value
-
-    def _forget_shown(self) -> None:
-        self._views.clear()
-        self._shown.clear()
-
     def _show(self, entry: StateEntry, inner: Inner) -> None:
-        mine = [at for at, _ in entry.members if at in self.own_blocks]
+        mine = [at for at in entry.members if at in self.own_blocks]
         states = {at: inner.state_of(self.own_blocks[at]) or {} for at in mine}
-        _, dtype = self._described[entry.members[0][0]][entry.key]
+        _, dtype = self._described[next(iter(entry.members))][entry.key]
         values = [unwrapped(states[at])[entry.key] for at in mine]
         device = self.param.device
         if len(values) == 1 and isinstance(values[0], Tensor) and values[0].is_contiguous():
@@ -393,21 +379,21 @@ class OwnedParam:
     def _cut(self, entry: StateEntry, local: Tensor) -> dict[int, Tensor]:
         """Return this rank's blocks' parts of ``local``, 1-D, in the shapes of their state."""
         views, start = {}, 0
-        for at, shape in entry.members:
+        for at, shape in entry.members.items():
             if at in self.own_blocks:
                 views[at] = local.narrow(0, start, shape.numel()).view(shape)
                 start += 0 if entry.is_shared else shape.numel()
         return views
 
-    def _numel(self, entry: StateEntry, index: int) -> int:
-        return sum(shape.numel() for at, shape in entry.members if self.owners[at] == index)
+    def _lengths(self, entry: StateEntry) -> list[int]:
+        lengths = [0] * len(self.ranks.numbers)
+        for at, shape in entry.members.items():
+            lengths[self.owners[at]] += shape.numel()
+        return lengths
 
     def _placed(self, entry: StateEntry, local: Tensor) -> DTensor:
-        lengths = [0] * len(self.ranks.numbers)
-        for at, shape in entry.members:
-            lengths[self.owners[at]] += shape.numel()
-        placement = RaggedShard([(1, length) for length in lengths])
-        spec = self._spec(placement, torch.Size(entry.shape), local.dtype)
+        placement = RaggedShard([(1, length) for length in self._lengths(entry)])
+        spec = self._spec(placement, entry.shape, local.dtype)
         return _dtensor.dtensor_from_spec(local, spec, requires_grad=False, cls=RaggedTensor)
 
     def _spec(self, placement: Placement, shape: torch.Size, dtype: torch.dtype) -> Any:
@@ -432,7 +418,3 @@ def _dtype(value: object) -> torch.dtype:
 def _for_the_class(view: Tensor, kind: type | None) -> Any:
     """Return a copy, as a Python number if the class keeps one."""
     return view.clone() if kind is None or view.dim() else kind(view.item())
-
-
-def _address(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()

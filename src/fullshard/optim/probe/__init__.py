@@ -18,7 +18,6 @@ from fullshard.optim.probe.subclasses import (
     loaded,
     plain,
     replace,
-    tensors_for_numbers,
     unheld,
     unwrapped,
     wrapped,

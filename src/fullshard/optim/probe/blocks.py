@@ -109,37 +109,36 @@ def _difference(
     groups: Any = [{**inner.converted(probe.options), "params": []}]
     reference = probe.made([full])
     pieces = [
-        _Piece(BlockPiece(start, stop - start, numel, block_size), flat[start:stop])
+        First(
+            Steppable(flat[start:stop]), BlockPiece(start, stop - start, numel, block_size), units
+        )
         for start, stop in zip(starts, stops, strict=True)
     ]
-    inner.set_runs(groups, [pieces])
+    inner.set_runs(groups, [[one.run for one in pieces]])
     for step in range(_STEPS):
         grad = _values(numel, step + 1, block_size).to(dtype)
         full.grad = grad.view(dims).clone()
         step_without_hooks(reference)
         for one in pieces:
-            one.tensor.grad = grad[one.piece.start :][: one.piece.numel].clone()
-        first = [First(one, one.piece, units) for one in pieces] if not step else []
-        with widened(inner, first):
-            for one in pieces if inner.is_eager and not step else ():
-                inner.set_state(one, inner.first_state(one, groups[0]))
+            one.run.tensor.grad = grad[one.piece.start :][: one.piece.numel].clone()
+        with widened(inner, [] if step else pieces):
+            for run, _, _ in pieces if inner.is_eager and not step else ():
+                inner.set_state(run, inner.first_state(run, groups[0]))
             inner.step(groups, {})
-    return _compared(full, reference.state[full], inner, pieces, units)
+    return _compared(full, reference.state[full], inner, pieces)
 
 
-def _compared(
-    full: Tensor, state: Mapping[str, Any], inner: Inner, pieces: Sequence[_Piece], units: Units
-) -> str:
-    together = torch.cat([one.tensor.detach() for one in pieces])
+def _compared(full: Tensor, state: Mapping[str, Any], inner: Inner, pieces: Sequence[First]) -> str:
+    together = torch.cat([one.run.tensor.detach() for one in pieces])
     if not torch.equal(together, full.detach().view(-1)):
         return "parameters differ"
-    own = [unwrapped(inner.state_of(one) or {}) for one in pieces]
+    own = [unwrapped(inner.state_of(one.run) or {}) for one in pieces]
     for key, value in unwrapped(state).items():
         if not isinstance(value, Tensor):
             if any(one[key] != value for one in own):
                 return f"state {key!r} differs"
             continue
-        parts = [one[key] for one in own] if units[key] else [own[0][key]]
+        parts = [one[key] for one in own] if pieces[0].units[key] else [own[0][key]]
         if not torch.equal(_bits(torch.cat([p.reshape(-1) for p in parts])), _bits(value)):
             return f"state {key!r} differs"
     return ""
@@ -201,14 +200,6 @@ class BlockPiece(NamedTuple):
         first = self.front // self.block_size * unit
         stop = None if self.front else first + -(-self.numel // self.block_size) * unit
         return value[first:stop].clone()
-
-
-class _Piece(Steppable):
-    """A piece of a trial."""
-
-    def __init__(self, piece: BlockPiece, own: Tensor) -> None:
-        super().__init__(own)
-        self.piece = piece
 
 
 class First(NamedTuple):

@@ -144,22 +144,21 @@ class Probe:
         self.once("elementwise", self._check_elementwise)
 
     def _check_elementwise(self) -> None:
-        for shapes, num_steps, scale in (
+        trials = (
             (_TENSORS, _STEPS, 1.0),
             (_TENSORS, _SCALED_STEPS, _SCALE),
             (_LARGE_TENSORS, _LARGE_STEPS, 1.0),
-        ):
-            try:
-                trial = _Trial(self, shapes, scale, is_coalesced=True)
-                trial.step(num_steps)
-                if num_steps == _STEPS and trial.difference() <= _COALESCED_TOLERANCE:
-                    trial.step_late()
-                is_same = trial.difference() <= _COALESCED_TOLERANCE
-            except Exception as error:
-                reason = f"its step on coalesced tensors failed: {type(error).__name__}: {error}"
-                raise self.refusal("elementwise", reason=reason) from error
-            if not is_same:
-                raise self.refusal("elementwise", reason="coalesced tensors stepped elsewhere")
+        )
+        try:
+            is_same = all(
+                _Trial(self, shapes, scale, is_coalesced=True).agrees(steps, late=steps == _STEPS)
+                for shapes, steps, scale in trials
+            )
+        except Exception as error:
+            reason = f"its step on coalesced tensors failed: {type(error).__name__}: {error}"
+            raise self.refusal("elementwise", reason=reason) from error
+        if not is_same:
+            raise self.refusal("elementwise", reason="coalesced tensors stepped elsewhere")
 
     def traits(self, *, is_vouched_for: bool) -> Traits:
         """Return the traits of the class, tried on small matrices.
@@ -177,11 +176,8 @@ class Probe:
         try:
             trial = _Trial(self, _MATRICES)
             traits = trial.traits()
-            if trial.difference() <= _TOLERANCE:
-                trial.step_late()
-            if trial.difference() <= _TOLERANCE:
-                trial = _Trial(self, _MATRICES, _SCALE)
-                trial.step(_SCALED_STEPS)
+            is_same = trial.agrees(0, late=True)
+            is_same = is_same and _Trial(self, _MATRICES, _SCALE).agrees(_SCALED_STEPS)
         except UnsupportedError:
             raise
         except Exception as error:
@@ -189,7 +185,7 @@ class Probe:
                 return Traits({}, is_late=True, counts=True, makes_state=True)
             reason = f"its step failed: {type(error).__name__}: {error}"
             raise self.refusal("independent", reason=reason) from error
-        if not trial.difference() <= _TOLERANCE and not is_vouched_for:
+        if not is_same and not is_vouched_for:
             reason = "matrices that it stepped together stepped elsewhere"
             raise self.refusal("independent", reason=reason)
         return traits
@@ -254,11 +250,11 @@ class Probe:
             step_without_hooks(optimizer)
         return dict(optimizer.state.get(param, {}))
 
-    def check_shapes(self, matrices: Mapping[str, tuple[Shape, torch.dtype]]) -> None:
+    def check_shapes(self, labels: Mapping[tuple[Shape, torch.dtype], str]) -> None:
         """Let the class refuse matrices before any step, on all ranks alike.
 
         Args:
-            matrices: shape and dtype by a label for error messages.
+            labels: by shape and dtype, the matrix that error messages name.
 
         Raises:
             ConfigError: the class does not take a matrix of this shape or dtype.
@@ -266,9 +262,6 @@ class Probe:
         options = dict(self.options)
         if options.get("fused"):
             options["fused"] = None  # not on meta
-        labels: dict[tuple[Shape, torch.dtype], str] = {}
-        for label, kind in matrices.items():
-            labels.setdefault(kind, label)
         for (shape, dtype), label in labels.items():
             stand_in = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
             try:
@@ -335,12 +328,19 @@ class _Trial:
                 step_without_hooks(optimizer)
         self._count += count
 
-    def step_late(self) -> None:
-        """Advance the counters of the optimizers, in state and options, and step."""
-        with suppress(Exception):  # a class may check its counters
-            for optimizer, before in zip(self._optimizers, self._before, strict=True):
-                self._advance(optimizer, before)
-            self.step(_LATE_STEPS)
+    def agrees(self, num_steps: int, *, late: bool = False) -> bool:
+        """Make more steps; return whether the copies step as the tensors do.
+
+        ``late``: also advance the counters of the optimizers, in state and options, and step.
+        """
+        tolerance = _COALESCED_TOLERANCE if self._is_coalesced else _TOLERANCE
+        self.step(num_steps)
+        if late and self.difference() <= tolerance:
+            with suppress(Exception):  # a class may check its counters
+                for optimizer, before in zip(self._optimizers, self._before, strict=True):
+                    self._advance(optimizer, before)
+                self.step(_LATE_STEPS)
+        return self.difference() <= tolerance
 
     def _advance(self, optimizer: Optimizer, before: Mapping[str, Any]) -> None:
         counts = (self._count - 1, self._count)

@@ -95,12 +95,20 @@ class Unchanged:
         self.value = value
 
 
-def keep_unchanged(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state_dict`` with all tensors ``Unchanged``."""
+def keep_unchanged(
+    state_dict: Mapping[str, Any], numbers: Container[Any], but: Container[str] = ()
+) -> dict[str, Any]:
+    """Return ``state_dict`` with tensors of the parameters ``numbers`` ``Unchanged``.
+
+    ``but``: names of state that is left as it is.
+    """
     state = {
         number: {
-            key: Unchanged(one) if isinstance(one, Tensor) else one for key, one in own.items()
+            key: Unchanged(one) if isinstance(one, Tensor) and key not in but else one
+            for key, one in own.items()
         }
+        if number in numbers
+        else own
         for number, own in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
@@ -112,16 +120,21 @@ def plain(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loaded(
-    own: Mapping[str, Any], param: Tensor, sample: Callable[[], Mapping[str, Any]]
+    own: Mapping[str, Any],
+    param: Tensor,
+    numbers: Container[str],
+    sample: Callable[[], Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return ``unwrapped`` state; give ``Unchanged`` tensors their dtype and device.
 
     The dtype is that of the state of this name which the class makes. If it makes none, it is the
-    parameter's, if it is one of floats at all, as with ``Optimizer.load_state_dict``.
+    parameter's, if it is one of floats at all, as with ``Optimizer.load_state_dict``. Tensors
+    replace numbers that older versions of the class have kept.
 
     Args:
         own: values, or values that are ``Unchanged``.
         param: whose state it is.
+        numbers: names of state that is a number now.
         sample: returns state that the class makes.
     """
     found = unwrapped(plain(own))
@@ -129,31 +142,18 @@ def loaded(
     keys = [key for key in found if key in cast or key.rpartition(".")[0] in cast]
     tensors = [found[key] for key in keys]
     odd = any(one.is_floating_point() and one.dtype != param.dtype for one in tensors)
-    made = unwrapped(sample()) if odd else {}
+    old = [
+        key for key, one in found.items() if isinstance(one, (int, float)) and key not in numbers
+    ]
+    made = unwrapped(sample()) if odd or old else {}
     for key in keys:
-        one, like = found[key], made.get(key, made.get(key.rpartition(".")[0]))
+        one, like = found[key], made.get(key, made.get(key.rpartition(".")[0])) if odd else None
         dtype = param.dtype if like is None and one.is_floating_point() else one.dtype
         found[key] = one.to(param.device, like.dtype if isinstance(like, Tensor) else dtype)
-    return found
-
-
-def tensors_for_numbers(
-    own: Mapping[str, Any], numbers: Container[str], sample: Callable[[], Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return state with tensors for the numbers that older versions of a class have kept.
-
-    Args:
-        own: as ``loaded`` returns it.
-        numbers: names of state that is a number there now.
-        sample: returns state that the class makes.
-    """
-    found = dict(own)
-    old = [key for key, one in own.items() if isinstance(one, (int, float)) and key not in numbers]
-    made = sample() if old else {}
     for key in old:
         like = made.get(key)
         if isinstance(like, Tensor):
-            found[key] = torch.full(like.shape, own[key], dtype=like.dtype, device="cpu")
+            found[key] = torch.full(like.shape, found[key], dtype=like.dtype, device="cpu")
     return found
 
 
