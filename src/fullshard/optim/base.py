@@ -127,11 +127,6 @@ class Outer(Optimizer, ABC):
         for options in many_options:
             self._inner.scalars |= self._probe(options).scalar_keys()
 
-    def _check_random(self, params: Any, probe: Probe, accept: str) -> None:
-        """Refuse random numbers of the class; ``accept``: the argument that accepts them."""
-        dtypes = (one[1].dtype if isinstance(one, tuple) else one.dtype for one in params)
-        probe.check_random(dtypes, self._label, accept)
-
     def _check_params(self, params: Iterable[Any]) -> None:
         known = {id(param) for group in self.param_groups for param in group["params"]}
         for index, item in enumerate(params):

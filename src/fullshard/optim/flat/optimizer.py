@@ -133,7 +133,7 @@ class ShardedOptimizer(Outer):
         if not self._is_vouched_for:
             probe = self._probe(options)
             probe.check_elementwise()
-            self._check_random(param_group["params"], probe, "elementwise=True")
+            probe.check_random(param_group["params"], self._label, "elementwise=True")
         self._learn([options])
         super().add_param_group(param_group)
         self._fractions.append(fraction)

@@ -196,7 +196,7 @@ class OwnedOptimizer(Outer):
         traits = probe.traits(is_vouched_for=self._is_vouched_for)
         params = param_group["params"]
         if not self._is_vouched_for:
-            self._check_random(params, probe, "independent=True")
+            probe.check_random(params, self._label, "independent=True")
         self._check_matrices(params, probe)
         self._learn([options])
         super().add_param_group(param_group)

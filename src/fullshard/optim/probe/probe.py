@@ -211,17 +211,18 @@ class Probe:
                 found |= {k for k, v in kept if isinstance(v, Tensor) and v.shape != param.shape}
         return frozenset(found)
 
-    def check_random(self, dtypes: Iterable[torch.dtype], label: str, accept: str) -> None:
+    def check_random(self, params: Iterable[Any], label: str, accept: str) -> None:
         """Check that a step of parameters of these dtypes does not use PyTorch's generator.
 
         Args:
-            dtypes: of parameters.
+            params: parameters, or pairs of name and parameter.
             label: the optimizer, for the error message.
             accept: the argument that accepts random numbers.
 
         Raises:
             UnsupportedError: a step uses the generator.
         """
+        dtypes = (one[1].dtype if isinstance(one, tuple) else one.dtype for one in params)
         for dtype in dict.fromkeys(dtypes):
             if self.once(("random", dtype), lambda dtype=dtype: self._uses_random(dtype)):  # type: ignore[misc]
                 raise self.refusal("random", label=label, dtype=dtype, accept=accept)
