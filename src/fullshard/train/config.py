@@ -1,5 +1,6 @@
 """The configuration of a run: one frozen value, saved as JSON in the folder of the run."""
 
+# ruff: noqa: RUF009 - fields get their options from calls
 from __future__ import annotations
 
 import dataclasses
@@ -11,7 +12,7 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fullshard import WirePolicy
 from fullshard.errors import ConfigError
@@ -135,6 +136,12 @@ class Option(NamedTuple):
     default: Any = ...
 
 
+def _option(value: Any, help: str, group: str, metavar: str | None = None, **shown: Any) -> Any:
+    """Return a field of a dataclass with a default ``value``, and the rest as its ``Option``."""
+    metadata = {"option": Option(help, group, metavar, **shown)}
+    return dataclasses.field(default=value, metadata=metadata)
+
+
 _MODEL, _TEXT, _RUN, _SHARDING = "Model", "Text", "Run", "Sharding"
 _MEMORY, _STEPS, _LOOK = "Memory", "Steps", "To look at"
 
@@ -170,179 +177,128 @@ class TrainConfig:
         ConfigError: a value is invalid, or values contradict each other.
     """
 
-    model: Annotated[
-        str,
-        Option(
-            f"{', '.join((*SIZES, *PUBLISHED))}, or a configuration of transformers.",
-            _MODEL,
-            "NAME|hf:CONFIG.json",
-        ),
-    ] = "2m"
-    data: Annotated[
-        str | None,
-        Option(
-            "Text or chats: files, JSONL or parquet; default: Python's standard library.",
-            _TEXT,
-            "PATH",
-        ),
-    ] = None
-    skip_bad: Annotated[bool, Option("Leave out bad records of --data, and count them.", _TEXT)] = (
-        False
+    model: str = _option(
+        "2m",
+        f"{', '.join((*SIZES, *PUBLISHED))}, or a configuration of transformers.",
+        _MODEL,
+        "NAME|hf:CONFIG.json",
     )
-    pack: Annotated[bool, Option("Put several short chats in one sequence.", _TEXT)] = True
-    init: Annotated[
-        str | None,
-        Option(
-            "Begin with these weights, and their tokenizer; --model is then hf:FOLDER.",
-            _MODEL,
-            "FOLDER",
-        ),
-    ] = None
-    lora: Annotated[
-        int | None, Option("Train adapters of this rank (peft) beside frozen weights.", _MODEL)
-    ] = None
-    quantize: Annotated[
-        Quantize | None, Option("Hold frozen weights in four bits (bitsandbytes).", _MODEL)
-    ] = None
-    export: Annotated[
-        str | None,
-        Option(
-            "Write the trained model, or the adapters, to this new folder at the end.",
-            _MODEL,
-            "FOLDER",
-        ),
-    ] = None
-    save_dtype: Annotated[
-        SaveDtype | None,
-        Option("Dtype of exported weights; default: fp32, as they are trained.", _MODEL),
-    ] = None
-    merge: Annotated[bool, Option("Export the model with the adapters in it.", _MODEL)] = False
-    out: Annotated[
-        str,
-        Option(
-            "Folder of the run, instead of runs/NAME.", _RUN, "DIR", kind=str | None, default=None
-        ),
-    ] = "runs/default"
-    resume: Annotated[bool, Option("Go on from the newest checkpoint, same options.", _RUN)] = False
-    nproc: Annotated[
-        int,
-        Option(
-            "Local workers; default: one per GPU, 2 on CPU.",
-            _SHARDING,
-            kind=int | None,
-            default=None,
-        ),
-    ] = 2
-    min_workers: Annotated[
-        int | None,
-        Option("Continue after losing workers while at least N remain; 0: end.", _SHARDING),
-    ] = None
-    steps: Annotated[int, Option("Steps of the whole schedule.", _RUN)] = 600
-    epochs: Annotated[
-        float | None, Option("Instead of --steps: how often to read the whole text.", _RUN, "E")
-    ] = None
-    stop_after: Annotated[
-        int | None, Option("Stop early after this step, the schedule unchanged.", _RUN)
-    ] = None
-    batch: Annotated[int, Option("Sequences per worker.", _TEXT)] = 8
-    seq: Annotated[int, Option("Tokens per sequence.", _TEXT)] = 128
-    accumulate: Annotated[int, Option("Microbatches per step.", _MEMORY)] = 1
-    lr: Annotated[
-        float,
-        Option(
-            "Peak learning rate; default: by the size of the model.",
-            _STEPS,
-            kind=float | None,
-            default=None,
-        ),
-    ] = 4e-3
-    lr_schedule: Annotated[
-        LrSchedule,
-        Option("The learning rate after its warm-up; wsd: stay, fall in the last fifth.", _STEPS),
-    ] = LrSchedule.COSINE
+    data: str | None = _option(
+        None,
+        "Text or chats: files, JSONL or parquet; default: Python's standard library.",
+        _TEXT,
+        "PATH",
+    )
+    skip_bad: bool = _option(False, "Leave out bad records of --data, and count them.", _TEXT)
+    pack: bool = _option(True, "Put several short chats in one sequence.", _TEXT)
+    init: str | None = _option(
+        None,
+        "Begin with these weights, and their tokenizer; --model is then hf:FOLDER.",
+        _MODEL,
+        "FOLDER",
+    )
+    lora: int | None = _option(
+        None, "Train adapters of this rank (peft) beside frozen weights.", _MODEL
+    )
+    quantize: Quantize | None = _option(
+        None, "Hold frozen weights in four bits (bitsandbytes).", _MODEL
+    )
+    export: str | None = _option(
+        None,
+        "Write the trained model, or the adapters, to this new folder at the end.",
+        _MODEL,
+        "FOLDER",
+    )
+    save_dtype: SaveDtype | None = _option(
+        None, "Dtype of exported weights; default: fp32, as they are trained.", _MODEL
+    )
+    merge: bool = _option(False, "Export the model with the adapters in it.", _MODEL)
+    out: str = _option(
+        "runs/default", "Folder of the run, instead of runs/NAME.", _RUN, "DIR", default=None
+    )
+    resume: bool = _option(False, "Go on from the newest checkpoint, same options.", _RUN)
+    nproc: int = _option(
+        2, "Local workers; default: one per GPU, 2 on CPU.", _SHARDING, default=None
+    )
+    min_workers: int | None = _option(
+        None, "Continue after losing workers while at least N remain; 0: end.", _SHARDING
+    )
+    steps: int = _option(600, "Steps of the whole schedule.", _RUN)
+    epochs: float | None = _option(
+        None, "Instead of --steps: how often to read the whole text.", _RUN, "E"
+    )
+    stop_after: int | None = _option(
+        None, "Stop early after this step, the schedule unchanged.", _RUN
+    )
+    batch: int = _option(8, "Sequences per worker.", _TEXT)
+    seq: int = _option(128, "Tokens per sequence.", _TEXT)
+    accumulate: int = _option(1, "Microbatches per step.", _MEMORY)
+    lr: float = _option(
+        4e-3, "Peak learning rate; default: by the size of the model.", _STEPS, default=None
+    )
+    lr_schedule: LrSchedule = _option(
+        LrSchedule.COSINE,
+        "The learning rate after its warm-up; wsd: stay, fall in the last fifth.",
+        _STEPS,
+    )
     lr_floor: float = 0.05
-    warmup: Annotated[int, Option("Steps of the warm-up, at most a tenth of all.", _STEPS)] = 40
-    weight_decay: Annotated[float, Option("Weight decay of the matrices.", _STEPS)] = 0.1
-    clip: Annotated[float, Option("Largest norm of the gradients.", _STEPS)] = 1.0
-    betas: Annotated[str, Option("Betas of AdamW.", _STEPS, "B1,B2")] = "0.9,0.95"
-    optimizer: Annotated[
-        OptimizerName, Option("What steps the matrices; AdamW steps everything else.", _STEPS)
-    ] = OptimizerName.ADAMW
-    muon_lr: Annotated[
-        float | None, Option("Peak learning rate of Muon; default: --lr.", _STEPS)
-    ] = None
-    max_skipped: Annotated[
-        int, Option("Steps in a row to skip if loss or gradients are not finite.", _STEPS)
-    ] = 10
-    dtype: Annotated[Dtype, Option("Dtype of forward and backward.", _MEMORY)] = Dtype.FP32
-    layout: Annotated[LayoutName, Option("How parameters lie in the shards.", _SHARDING)] = (
-        LayoutName.PER_PARAMETER
+    warmup: int = _option(40, "Steps of the warm-up, at most a tenth of all.", _STEPS)
+    weight_decay: float = _option(0.1, "Weight decay of the matrices.", _STEPS)
+    clip: float = _option(1.0, "Largest norm of the gradients.", _STEPS)
+    betas: str = _option("0.9,0.95", "Betas of AdamW.", _STEPS, "B1,B2")
+    optimizer: OptimizerName = _option(
+        OptimizerName.ADAMW, "What steps the matrices; AdamW steps everything else.", _STEPS
     )
-    replicas: Annotated[
-        int, Option("Copies of the shards; workers of one copy share it.", _SHARDING)
-    ] = 1
-    wire: Annotated[
-        str | None,
-        Option(
-            "How parameters and gradients travel: bf16, int8, fp8, or int4 (gradients only).",
-            _SHARDING,
-            "gather=KIND,reduce=KIND",
-        ),
-    ] = None
-    reshard: Annotated[
-        bool, Option("Free full parameters between forward and backward.", _MEMORY)
-    ] = True
-    checkpoint_activations: Annotated[bool, Option("Recompute blocks in backward.", _MEMORY)] = (
-        False
+    muon_lr: float | None = _option(None, "Peak learning rate of Muon; default: --lr.", _STEPS)
+    max_skipped: int = _option(
+        10, "Steps in a row to skip if loss or gradients are not finite.", _STEPS
     )
-    seed: Annotated[int, Option("Of weights and data order.", _RUN)] = 0
-    save_every: Annotated[int, Option("Steps between checkpoints.", _RUN)] = 100
-    keep: Annotated[
-        int | None, Option("Keep the newest N checkpoints, and the best; 0: all.", _RUN, "N")
-    ] = None
-    memory_every: Annotated[
-        int | None,
-        Option(
-            "Steps between checkpoints in memory, with a copy on another machine; 0: none.", _RUN
-        ),
-    ] = None
-    eval_every: Annotated[int, Option("Steps between evaluations.", _RUN)] = 100
-    patience: Annotated[
-        int | None,
-        Option("End after N evaluations without a lower held-out loss; 0: never.", _RUN, "N"),
-    ] = None
+    dtype: Dtype = _option(Dtype.FP32, "Dtype of forward and backward.", _MEMORY)
+    layout: LayoutName = _option(
+        LayoutName.PER_PARAMETER, "How parameters lie in the shards.", _SHARDING
+    )
+    replicas: int = _option(1, "Copies of the shards; workers of one copy share it.", _SHARDING)
+    wire: str | None = _option(
+        None,
+        "How parameters and gradients travel: bf16, int8, fp8, or int4 (gradients only).",
+        _SHARDING,
+        "gather=KIND,reduce=KIND",
+    )
+    reshard: bool = _option(True, "Free full parameters between forward and backward.", _MEMORY)
+    checkpoint_activations: bool = _option(False, "Recompute blocks in backward.", _MEMORY)
+    seed: int = _option(0, "Of weights and data order.", _RUN)
+    save_every: int = _option(100, "Steps between checkpoints.", _RUN)
+    keep: int | None = _option(
+        None, "Keep the newest N checkpoints, and the best; 0: all.", _RUN, "N"
+    )
+    memory_every: int | None = _option(
+        None, "Steps between checkpoints in memory, with a copy on another machine; 0: none.", _RUN
+    )
+    eval_every: int = _option(100, "Steps between evaluations.", _RUN)
+    patience: int | None = _option(
+        None, "End after N evaluations without a lower held-out loss; 0: never.", _RUN, "N"
+    )
     eval_sequences: int = 256
-    sample: Annotated[
-        int | None,
-        Option(
-            "Tokens of the sample at the end of the run.", _RUN, "off|N", kind=str, default="120"
-        ),
-    ] = 120
-    log: Annotated[LogTo, Option("Log the figures of each step there, too.", _LOOK)] = LogTo.NONE
-    hardware: Annotated[
-        str | None,
-        Option(
-            "Plan the time of a step, too, for a preset or a file of fullshard doctor.",
-            _LOOK,
-            "NAME|FILE",
-        ),
-    ] = None
-    trace: Annotated[bool, Option("Record what workers do, for fullshard trace.", _LOOK)] = False
+    sample: int | None = _option(
+        120, "Tokens of the sample at the end of the run.", _RUN, "off|N", kind=str, default="120"
+    )
+    log: LogTo = _option(LogTo.NONE, "Log the figures of each step there, too.", _LOOK)
+    hardware: str | None = _option(
+        None,
+        "Plan the time of a step, too, for a preset or a file of fullshard doctor.",
+        _LOOK,
+        "NAME|FILE",
+    )
+    trace: bool = _option(False, "Record what workers do, for fullshard trace.", _LOOK)
 
     def __post_init__(self) -> None:
-        counts = "nproc steps batch seq accumulate replicas save_every eval_every"
-        for name in counts.split():
-            _at_least(name, getattr(self, name), 1)
-        for name in ("min_workers", "memory_every", "keep", "patience", "sample"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} is {value}, it must be at least {least}")
         if self.memory_every is not None and not Path("/dev/shm").is_dir():
             raise ConfigError("--memory-every needs /dev/shm, a folder in memory, as Linux has it")
-        _at_least("max_skipped", self.max_skipped, 0)
-        _at_least("warmup", self.warmup, 0)
-        _at_least("seed", self.seed, 0)
-        if self.stop_after is not None:
-            _at_least("stop_after", self.stop_after, 1)
         if self.model not in (*SIZES, *PUBLISHED) and not self.model.startswith(HF):
             expected = f"{', '.join((*SIZES, *PUBLISHED))} or {HF}CONFIG.json"
             raise ConfigError(f"--model is {self.model}, expected {expected}")
@@ -356,8 +312,6 @@ class TrainConfig:
                 WirePolicy.parse(self.wire)
             except ConfigError as error:
                 raise ConfigError(f"--wire {self.wire}: {error}") from error
-        if self.lora is not None:
-            _at_least("lora", self.lora, 1)
         if self.merge and self.quantize is not None:
             raise ConfigError(
                 "--merge with --quantize: adapters cannot be merged into weights of four bits; "
@@ -442,8 +396,8 @@ class TrainConfig:
 # Options that do nothing without another.
 _NEEDED = {"save_dtype": "export", "lora": "init", "quantize": "lora", "merge": "lora"}
 
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        option = "--" + name.replace("_", "-")
-        raise ConfigError(f"{option} is {value}, it must be at least {least}")
+_POSITIVE = (
+    "nproc steps batch seq accumulate replicas save_every eval_every min_workers memory_every keep "
+    "patience sample stop_after lora"
+)
+_LEAST = dict.fromkeys(_POSITIVE.split(), 1) | dict.fromkeys(("max_skipped", "warmup", "seed"), 0)

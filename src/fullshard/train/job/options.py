@@ -29,14 +29,14 @@ _FLAGS = {"config_file": ("--config",), "resume": ("--resume",)}  # else derived
 @cache
 def options() -> dict[str, Option]:
     """Return the options by name, each with its type and default."""
-    hints = typing.get_type_hints(TrainConfig, include_extras=True)
+    kinds = typing.get_type_hints(TrainConfig)
     found = {}
     for field in dataclasses.fields(TrainConfig):
-        kind, *extras = typing.get_args(hints[field.name]) or (None,)
-        for option in extras:
-            if isinstance(option, Option):
-                default = field.default if option.default is ... else option.default
-                found[field.name] = option._replace(kind=option.kind or kind, default=default)
+        option: Option | None = field.metadata.get("option")
+        if option is not None:
+            kind = option.kind or kinds[field.name]
+            default = field.default if option.default is ... else option.default
+            found[field.name] = option._replace(kind=kind, default=default)
     return found | _OTHERS
 
 
