@@ -9,12 +9,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from fullshard.errors import ConfigError
 from fullshard.train.config import LogTo, TrainConfig
@@ -46,29 +43,26 @@ def _library(to: LogTo) -> Any:
         ) from error
 
 
-class Tracker(Protocol):
-    """A destination of figures."""
+class Tracker:
+    """A destination of figures, closed at the end of the run, whose failure does not end the run.
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the figures of one step."""
+    Args:
+        log: logs the figures of one step.
+        close: ends the tracker's run; called with True if the training failed.
+    """
 
-
-class _Nowhere:
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        pass
-
-
-class _Logged(ABC):
-    """A tracker that is closed at the end of the run, and whose failure does not end the run."""
-
-    _has_failed = False
+    def __init__(
+        self, log: Callable[[int, dict[str, float]], object], close: Callable[[bool], object]
+    ) -> None:
+        self._log, self._close = log, close
+        self._has_failed = False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the figures of one step; after a failure do nothing."""
         if self._has_failed:
             return
         try:
-            self._write(step, values)
+            self._log(step, dict(values))
         except Exception as error:
             self._has_failed = True
             print(
@@ -80,91 +74,68 @@ class _Logged(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if not self._has_failed:
-            self._close(failed=kind is not None)
-
-    @abstractmethod
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the figures of one step."""
-
-    @abstractmethod
-    def _close(self, *, failed: bool) -> None:
-        """End the tracker's run."""
+            self._close(kind is not None)
 
 
-class _TensorBoard(_Logged):
-    """Event files in ``tensorboard/`` of the run; steps after ``first`` are dropped."""
+def _tensorboard(config: TrainConfig, first: int) -> Tracker:
+    """Log to event files in ``tensorboard/`` of the run; steps after ``first`` are dropped."""
+    folder = str(Path(config.out) / "tensorboard")
+    writer = _library(LogTo.TENSORBOARD).SummaryWriter(folder, purge_step=first + 1)
 
-    def __init__(self, config: TrainConfig, first: int) -> None:
-        folder = Path(config.out) / "tensorboard"
-        library = _library(LogTo.TENSORBOARD)
-        self._writer = library.SummaryWriter(str(folder), purge_step=first + 1)
-
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def _close(self, *, failed: bool) -> None:
-        self._writer.close()
-
-
-class _WeightsAndBiases(_Logged):
-    """A run of wandb, which a resumed run continues; ``WANDB_*`` variables decide the rest."""
-
-    def __init__(self, config: TrainConfig, first: int) -> None:
-        noted = Path(config.out) / "wandb-run"
-        library = _library(LogTo.WANDB)
-        told = noted.read_text().strip() if first and noted.exists() else None
-        self._run = library.init(
-            name=Path(config.out).name,
-            dir=config.out,
-            config=dataclasses.asdict(config),
-            id=told,
-            resume="allow",
-        )
-        noted.write_text(self._run.id + "\n")
-
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def _close(self, *, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+    return Tracker(log, lambda _: writer.close())
 
 
-class _MLflow(_Logged):
-    """A run of MLflow, which a resumed run continues; ``MLFLOW_*`` variables say where."""
-
-    def __init__(self, config: TrainConfig, first: int) -> None:
-        noted = Path(config.out) / "mlflow-run"
-        self._library = _library(LogTo.MLFLOW)
-        told = noted.read_text().strip() if first and noted.exists() else None
-        run = self._library.start_run(run_id=told, run_name=Path(config.out).name)
-        if told is None:
-            self._library.log_params(dataclasses.asdict(config))
-        noted.write_text(run.info.run_id + "\n")
-
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
-        self._library.log_metrics(dict(values), step=step)
-
-    def _close(self, *, failed: bool) -> None:
-        self._library.end_run("FAILED" if failed else "FINISHED")
+def _wandb(config: TrainConfig, first: int) -> Tracker:
+    """Log to a run of wandb, which a resumed run continues; ``WANDB_*`` variables decide more."""
+    noted = Path(config.out) / "wandb-run"
+    run = _library(LogTo.WANDB).init(
+        name=Path(config.out).name,
+        dir=config.out,
+        config=dataclasses.asdict(config),
+        id=_continued(noted, first),
+        resume="allow",
+    )
+    noted.write_text(run.id + "\n")
+    return Tracker(
+        lambda step, values: run.log(values, step=step),
+        lambda failed: run.finish(exit_code=int(failed)),
+    )
 
 
-def tracker_of(
-    config: TrainConfig, *, first: int, enabled: bool
-) -> AbstractContextManager[Tracker]:
+def _mlflow(config: TrainConfig, first: int) -> Tracker:
+    """Log to a run of MLflow, which a resumed run continues; ``MLFLOW_*`` variables say where."""
+    noted = Path(config.out) / "mlflow-run"
+    library = _library(LogTo.MLFLOW)
+    continued = _continued(noted, first)
+    run = library.start_run(run_id=continued, run_name=Path(config.out).name)
+    if continued is None:
+        library.log_params(dataclasses.asdict(config))
+    noted.write_text(run.info.run_id + "\n")
+    return Tracker(
+        lambda step, values: library.log_metrics(values, step=step),
+        lambda failed: library.end_run("FAILED" if failed else "FINISHED"),
+    )
+
+
+def _continued(noted: Path, first: int) -> str | None:
+    """Return the id of the tracker's run in the file ``noted``; None for a new run."""
+    return noted.read_text().strip() if first and noted.exists() else None
+
+
+_TRACKERS = {LogTo.TENSORBOARD: _tensorboard, LogTo.WANDB: _wandb, LogTo.MLFLOW: _mlflow}
+
+
+def tracker_of(config: TrainConfig, *, first: int, enabled: bool) -> Tracker:
     """Return the tracker that ``config.log`` names, for a run that continues after step ``first``.
 
     If not ``enabled``, as on all workers but the first, nothing is logged.
     """
     if config.log is LogTo.NONE or not enabled:
-        return nullcontext(_Nowhere())
-    kinds: dict[LogTo, Callable[[TrainConfig, int], _Logged]] = {
-        LogTo.TENSORBOARD: _TensorBoard,
-        LogTo.WANDB: _WeightsAndBiases,
-        LogTo.MLFLOW: _MLflow,
-    }
-    return kinds[config.log](config, first)
+        return Tracker(lambda *_: None, lambda _: None)
+    return _TRACKERS[config.log](config, first)
