@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,63 +12,40 @@ from torch import Tensor, nn
 from fullshard.errors import ConfigError
 from fullshard.train.config import HF, SIZES, ModelConfig, TrainConfig
 from fullshard.train.data import LEAST_TOKENS, MOST_TOKENS, TokenizedText, load_text
-from fullshard.train.hf import load_hf, load_published, logits_and_loss
+from fullshard.train.hf import HfArchitecture, load_hf, load_published, logits_and_loss
 from fullshard.train.model import GPT
 from fullshard.train.published import PUBLISHED
 
 
-class Architecture(Protocol):
-    """A causal language model to build, with the facts that a run needs before that."""
+@dataclass(frozen=True, slots=True)
+class GptArchitecture:
+    """One of our sizes; its members are those of ``HfArchitecture``."""
+
+    config: ModelConfig
+    max_seq = None  # the rotary table is built with --seq rows
+    takes_positions = False
 
     @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding."""
-
-    @property
-    def max_seq(self) -> int | None:
-        """Longest sequence that the model can read, in tokens; None if there is no limit."""
-
-    @property
-    def takes_positions(self) -> bool:
-        """True if ``forward`` takes ``position_ids``, which separate the samples of a row."""
-
-    def description(self) -> dict[str, Any]:
-        """Return the fields that identify the model; checkpoints store them as JSON."""
-
-    def build(self, *, seq: int, checkpoint_activations: bool) -> nn.Module:
-        """Return the model with new fp32 weights, drawn from torch's default generator."""
-
-    def initialise(self, model: nn.Module) -> None:
-        """Initialise all tensors of a model that ``build`` built on the meta device."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ours:
-    config: ModelConfig
-
-    @property
-    def vocab_size(self) -> int:
         return self.config.vocab_size
 
-    @property
-    def max_seq(self) -> int | None:
-        return None  # the rotary table is built with --seq rows
-
-    @property
-    def takes_positions(self) -> bool:
-        return False
-
     def description(self) -> dict[str, Any]:
-        sizes = asdict(self.config)
-        del sizes["lr"]
-        return sizes
+        """Return the sizes."""
+        return {key: size for key, size in asdict(self.config).items() if key != "lr"}
 
     def build(self, *, seq: int, checkpoint_activations: bool) -> nn.Module:
+        """Return the model with new weights."""
         return GPT(self.config, max_seq=seq, checkpoint_activations=checkpoint_activations)
 
     def initialise(self, model: nn.Module) -> None:
+        """Draw weights, and compute the rotary table."""
         assert isinstance(model, GPT)
         model.reset_parameters()
+
+
+Architecture = GptArchitecture | HfArchitecture
+"""A causal language model to build, with the facts that a run needs before that."""
 
 
 def choose_architecture(config: TrainConfig) -> Architecture:
@@ -81,7 +58,7 @@ def choose_architecture(config: TrainConfig) -> Architecture:
     name = config.model
     chosen: Architecture
     if name in SIZES:
-        chosen = _Ours(SIZES[name])
+        chosen = GptArchitecture(SIZES[name])
     elif name in PUBLISHED:
         chosen = load_published(name)
     else:
@@ -132,23 +109,20 @@ def next_token_logits(model: nn.Module, tokens: Tensor, positions: Tensor | None
     In models of ``transformers``, a new sample of a row starts wherever ``positions`` ``[B, T]``
     restart at 0.
     """
-    return _forward(model, tokens, positions, adds_losses=False)[0]
+    output = model(tokens, **_options(positions))
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits.float()
 
 
 def logits_and_added_loss(
     model: nn.Module, tokens: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``next_token_logits`` and the loss that the model adds; see ``logits_and_loss``."""
-    return _forward(model, tokens, positions, adds_losses=True)
+    if not hasattr(getattr(model, "config", None), "model_type"):
+        return next_token_logits(model, tokens, positions), None
+    logits, added = logits_and_loss(model, tokens, **_options(positions))
+    return logits.float(), added
 
 
-def _forward(
-    model: nn.Module, tokens: Tensor, positions: Tensor | None, *, adds_losses: bool
-) -> tuple[Tensor, Tensor | None]:
-    options = {} if positions is None else {"position_ids": positions}
-    if adds_losses and hasattr(getattr(model, "config", None), "model_type"):
-        logits, added = logits_and_loss(model, tokens, **options)
-        return logits.float(), added
-    output = model(tokens, **options)
-    logits = output if isinstance(output, Tensor) else output.logits
-    return logits.float(), None
+def _options(positions: Tensor | None) -> dict[str, Tensor]:
+    return {} if positions is None else {"position_ids": positions}
