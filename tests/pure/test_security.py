@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,19 +229,16 @@ def test_a_folder_in_memory_of_another_user_is_refused(
 def test_local_workers_meet_in_a_folder_of_their_user(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def started(launcher: Any, _: str) -> Any:
-        place = Path(os.environ[launch.STORE]).parent
-        seen.append(stat.S_IMODE(place.stat().st_mode))
-        assert Path(launcher.rdzv_endpoint).parent == place
-        assert launcher.rdzv_configs["store_type"] == "file"
-        return lambda *_: None
+    def started(_: list[str], env: dict[str, str]) -> Any:
+        seen.append(stat.S_IMODE(Path(env[launch.STORE]).parent.stat().st_mode))
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
 
-    monkeypatch.setattr(launch, "elastic_launch", started)
-    for name in (launch.STORE, "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+    monkeypatch.setattr(launch.subprocess, "Popen", started)
+    for name in (launch.STORE, "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")
     before = os.umask(0)
     try:
-        launch.start_workers(2, "-c", "")
+        launch.start_workers(1, "-c", "")
     finally:
         os.umask(before)
     assert seen == [0o700]
@@ -248,25 +246,26 @@ def test_local_workers_meet_in_a_folder_of_their_user(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: reads /proc")
 def test_the_store_of_workers_that_may_be_killed_is_on_loopback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a store in a file, a worker that is killed while it writes hangs the others."""
     seen: list[set[str]] = []
 
-    def started(nproc: int, folder: Path, *arguments: str) -> None:
+    def started(*_: object, **__: object) -> Any:
         monkeypatch.setenv("RANK", "1")
-        monkeypatch.setenv("WORLD_SIZE", str(nproc))
+        monkeypatch.setenv("WORLD_SIZE", "2")
         store = meeting_place()[0]["store"]
         assert isinstance(store, dist.TCPStore)
         store.set("of", "a worker")
         assert meeting_place()[0]["store"].get("of") == b"a worker"
         seen.append(listening([os.getpid()]))
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
 
-    monkeypatch.setattr(launch, "run_survivors", started)
+    monkeypatch.setattr(launch.subprocess, "Popen", started)
     for name in (launch.STORE, "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
     before = listening([os.getpid()])
-    launch._start_workers(TrainConfig(nproc=2, min_workers=1), tmp_path / "config.json")
+    launch.start_workers(1, "-c", "", keeps_going=True)
     assert seen == [{"0100007F"} | before]
     assert listening([os.getpid()]) == before
 

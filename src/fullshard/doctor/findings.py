@@ -92,9 +92,10 @@ _RANK_NBYTES = 1_000_000_000  # less memory per rank is reported
 def half_launched(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find a rank on which only some of the launcher's variables are set."""
     for one in ranks:
-        missing = [name for name in _NEEDED if name not in one.variables]
+        needed = _LAUNCHED if "FULLSHARD_STORE" in one.variables else _NEEDED
+        missing = [name for name in needed if name not in one.variables]
         if missing and any(name in one.variables for name in _LAUNCHED):
-            given = ", ".join(name for name in _NEEDED if name in one.variables)
+            given = ", ".join(name for name in needed if name in one.variables)
             yield error(
                 f"the environment has {given}, but not {', '.join(missing)}",
                 "start with torchrun, which sets all of them, or unset those an earlier job left",

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fullshard.train.config import TrainConfig
 from fullshard.train.job.prepare import prepare
-from fullshard.train.job.survivors import run_survivors
 from fullshard.train.run import RunDir, say
 from fullshard.train.world import LOOPBACK, STORE, TCP, check_gpus
+
+_POLL_S = 0.1
+_GRACE_S = 30.0  # time that workers of a failed or interrupted job have to end by themselves
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_Worker = subprocess.Popen[bytes]
 
 
 def default_nproc() -> int:
@@ -59,21 +64,52 @@ def _run(config: TrainConfig) -> int:
     return 0
 
 
-def num_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _start_workers(config: TrainConfig, path: Path) -> None:
     """Run the workers of a training job, whose configuration is at ``path``, and wait for them."""
-    arguments = ("-m", "fullshard.train.job", str(path))
-    if config.min_workers is None:
-        start_workers(config.nproc, *arguments)
-        return
-    with _shared_folder(config.nproc) as folder, _kept_store():
-        run_survivors(config.nproc, Path(folder), *arguments)
+    keeps_going = config.min_workers is not None
+    start_workers(config.nproc, "-m", "fullshard.train.job", str(path), keeps_going=keeps_going)
+
+
+def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> None:
+    """Run ``nproc`` times ``python ARGUMENTS`` on this machine, and wait until all have ended.
+
+    If a worker fails, the other workers are ended; if the job ``keeps_going``, the lost worker is
+    reported, and the other workers keep running.
+
+    Raises:
+        ChildFailedError: a worker failed; all workers failed if the job ``keeps_going``.
+        SignalException: a signal that ends the job came; the workers got it too.
+    """
+    workers: list[_Worker] = []
+    with (
+        _shared_folder(nproc) as folder,
+        _kept_store() if keeps_going else nullcontext(),
+        _handing_on(workers) as got,
+    ):
+        errors = [f"{folder}/error-{rank}.json" for rank in range(nproc)]
+        for rank, error_file in enumerate(errors):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(nproc),
+                "LOCAL_WORLD_SIZE": str(nproc),
+                "TORCHELASTIC_ERROR_FILE": error_file,
+            }
+            workers.append(subprocess.Popen([sys.executable, *arguments], env=environment))
+        _wait(workers, got, keeps_going=keeps_going)
+        if got:
+            raise SignalException("interrupted", signal.Signals(got[0]))
+        failures = {
+            rank: ProcessFailure(rank, one.pid, one.returncode, errors[rank])
+            for rank, one in enumerate(workers)
+            if one.returncode
+        }
+        if keeps_going and len(failures) == nproc:
+            # A killed worker wrote no record; those of the others say why they could not go on.
+            recorded = {rank: one for rank, one in failures.items() if Path(errors[rank]).exists()}
+            raise ChildFailedError("fullshard train", recorded or failures)
+        if failures and not keeps_going:
+            raise ChildFailedError("fullshard train", failures)
 
 
 @contextmanager
@@ -81,7 +117,7 @@ def _shared_folder(nproc: int) -> Iterator[str]:
     """Yield a folder that ``nproc`` workers of this machine share, and divide the cores.
 
     Stores unpickle their content, and PyTorch's TCP stores listen to the network. All workers are
-    on this machine, so rendezvous uses files of this user, and gloo and NCCL use loopback only.
+    on this machine, so they meet in a file of this user, and gloo and NCCL use loopback only.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // nproc)))
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
@@ -90,6 +126,13 @@ def _shared_folder(nproc: int) -> Iterator[str]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         yield folder
+
+
+def num_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextmanager
@@ -110,33 +153,50 @@ def _kept_store() -> Iterator[None]:
     yield
 
 
-def start_workers(nproc: int, *arguments: str) -> None:
-    """Run ``nproc`` times ``python ARGUMENTS`` by torchrun's launcher, and wait."""
-    with _shared_folder(nproc) as folder, _silent_logs():
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # no TCP store in the launcher
-        launcher = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{folder}/rendezvous",
-            rdzv_configs={"store_type": "file"},
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        elastic_launch(launcher, sys.executable)(*arguments)
-
-
 @contextmanager
-def _silent_logs() -> Iterator[None]:
-    """Keep torch's launcher from logging above the one error that matters."""
-    logging.disable(logging.ERROR)
+def _handing_on(workers: Sequence[_Worker]) -> Iterator[list[int]]:
+    """Forward signals that end a job to ``workers``; yield the list of received signals."""
+    got: list[int] = []
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        got.append(number)
+        for one in workers:
+            one.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in _SIGNALS}
     try:
-        yield
+        yield got
     finally:
-        logging.disable(logging.NOTSET)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(workers: Sequence[_Worker], got: Sequence[int], *, keeps_going: bool) -> None:
+    """Wait for all workers; unless the job ``keeps_going``, end them after a failure or a signal.
+
+    ``got`` are the signals that workers got from this process.
+    """
+    running = dict(enumerate(workers))
+    kill_s = math.inf
+    while running:
+        time.sleep(_POLL_S)
+        ended = {rank: one.poll() for rank, one in running.items()}
+        for rank, code in ended.items():
+            if code is None:
+                continue
+            del running[rank]
+            if keeps_going and code < 0 and running:
+                name = signal.Signals(-code).name
+                print(f"fullshard: worker {rank} was ended by {name}", file=sys.stderr)
+        if keeps_going:
+            continue
+        if kill_s == math.inf and (got or any(ended.values())):
+            kill_s = time.monotonic() + _GRACE_S
+            for one in () if got else running.values():
+                one.terminate()
+        if time.monotonic() > kill_s:
+            for one in running.values():
+                one.kill()
 
 
 def _explain(failures: dict[int, ProcessFailure], config: TrainConfig, run: RunDir) -> int:
