@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fullshard import unshard_params
 from fullshard.errors import ConfigError
 from fullshard.train.config import HF
+from fullshard.train.extras import imported
 from fullshard.train.published import PUBLISHED
 
 _IMPLEMENTATIONS = {
@@ -31,7 +32,7 @@ _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "architectures", "dty
 
 @dataclass(frozen=True, slots=True)
 class HfArchitecture:
-    """An ``Architecture`` from a configuration of ``transformers``."""
+    """A causal language model from a configuration of ``transformers``, before it is built."""
 
     path: str
     config: Any  # a PretrainedConfig
@@ -45,13 +46,13 @@ class HfArchitecture:
 
     @property
     def max_seq(self) -> int | None:
-        """Value of ``max_position_embeddings``, under any name; None if the model has no limit."""
+        """Longest sequence, ``max_position_embeddings`` by any name; None if there is no limit."""
         limit: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return limit
 
     @property
     def takes_positions(self) -> bool:
-        """True if the model's ``forward`` names ``position_ids``."""
+        """True if ``forward`` names ``position_ids``, which separate the samples of a row."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
         models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
@@ -62,12 +63,19 @@ class HfArchitecture:
         return "position_ids" in inspect.signature(model.forward).parameters
 
     def description(self) -> dict[str, Any]:
-        """Return the fields that differ from the defaults of the class, and the class."""
+        """Return the class, and the fields that differ from its defaults.
+
+        The description identifies the model; checkpoints store it as JSON.
+        """
         fields: dict[str, Any] = self.config.to_diff_dict()
         return {key: value for key, value in fields.items() if key not in _NOT_THE_MODEL}
 
     def build(self, *, seq: int, checkpoint_activations: bool) -> nn.Module:
-        """Return the model with new weights; raise ``ConfigError`` if it cannot be built."""
+        """Return the model with new fp32 weights, drawn from torch's default generator.
+
+        Raises:
+            ConfigError: the model cannot be built.
+        """
         from transformers import AutoModelForCausalLM
 
         family: Any = AutoModelForCausalLM  # only partly typed
@@ -83,7 +91,7 @@ class HfArchitecture:
         return built
 
     def initialise(self, model: nn.Module) -> None:
-        """Draw weights as the model's class does, and compute its buffers.
+        """Initialise all tensors of a model that was built on the meta device, as its class does.
 
         A class may index rows of a weight, which a ragged shard may lack. So the parameters of one
         module at a time are unsharded.
@@ -106,10 +114,10 @@ def load_hf(path: str) -> HfArchitecture:
     """
     if not Path(path).exists():
         raise ConfigError(f"--model hf:{path}: there is no such file or folder")
-    AutoConfig = _auto_config(f"hf:{path}")
+    auto_config = _auto_config(f"hf:{path}")
     try:
         # Unless it is told not to, transformers asks at a terminal whether to run a folder's code.
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = auto_config.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more
         raise _refusal(path, error) from error
     _check_kernels(path, config)
@@ -129,15 +137,10 @@ def load_published(name: str) -> HfArchitecture:
 
 
 def _auto_config(model: str) -> Any:
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise ConfigError(
-            f"--model {model} needs transformers: pip install -e '.[hf]' in a clone of fullshard"
-        ) from error
+    auto_config = imported("transformers", f"--model {model}", extra="hf").AutoConfig
     # Otherwise every worker would repeat the same messages.
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    return AutoConfig
+    return auto_config
 
 
 def logits_and_loss(

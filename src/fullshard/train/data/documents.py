@@ -16,11 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.errors import ConfigError
-
-
-def is_compressed(path: Path) -> bool:
-    """Return whether ``read_bytes`` decompresses this file."""
-    return path.suffix in _DECOMPRESS
+from fullshard.train.extras import imported
 
 
 def read_bytes(path: Path) -> bytes:
@@ -282,7 +278,7 @@ def _split_of(name: str) -> str:
 
 def _records(path: Path) -> Records | None:
     """Return the records of a file; None if the file has no records."""
-    kind = path.with_suffix("").suffix if is_compressed(path) else path.suffix
+    kind = path.with_suffix("").suffix if path.suffix in _DECOMPRESS else path.suffix
     if kind == ".jsonl":
         return _read_jsonl(path)
     if kind == ".json":
@@ -379,13 +375,8 @@ def _is_chat(record: Mapping[str, Any]) -> bool:
 
 def _read_parquet(path: Path) -> Records:
     """Yield row numbers and records; a null text becomes empty, null fields of chats vanish."""
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ConfigError(
-            f"--data {path} needs pyarrow: pip install -e '.[parquet]' in a clone of fullshard"
-        ) from error
+    parquet = imported("pyarrow.parquet", f"--data {path}", extra="parquet")
+    arrow = imported("pyarrow", f"--data {path}", extra="parquet")
     try:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow

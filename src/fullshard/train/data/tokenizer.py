@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from fullshard.errors import ConfigError
+from fullshard.train.extras import imported
 
 _FILES = ("tokenizer.json", "*.model", "vocab.*")
 
@@ -72,17 +73,15 @@ class PretrainedTokenizer:
 
 
 def _read(folder: Path) -> Any:
-    try:
-        import jinja2  # noqa: F401 - transformers would fail later, with a message of its own
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(
-            "--init needs transformers: pip install -e '.[hf]' in a clone of fullshard"
-        ) from error
+    # Without jinja2, transformers would fail later, with a message of its own.
+    imported("jinja2", "--init", extra="hf", package="transformers")
+    transformers = imported("transformers", "--init", extra="hf")
     if not any(found for pattern in _FILES for found in folder.glob(pattern)):
         raise ConfigError(f"--init {folder}: there is no tokenizer.json, which the text needs")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # OSError, ValueError, KeyError and more
         reason = textwrap.shorten(str(error), width=300)
         raise ConfigError(f"--init {folder}: its tokenizer cannot be read ({reason})") from error

@@ -14,6 +14,7 @@ from fullshard.plan import in_bytes
 from fullshard.train.architecture import choose_architecture, count_parameters, load_text_for
 from fullshard.train.config import TrainConfig
 from fullshard.train.data import Packed, Rows, TokenizedText
+from fullshard.train.extras import imported
 from fullshard.train.job.planned import tell_plan
 from fullshard.train.optimizer import described
 from fullshard.train.run import (
@@ -26,7 +27,6 @@ from fullshard.train.run import (
     read_origin,
     say,
 )
-from fullshard.train.tune import check_bitsandbytes, check_peft
 
 
 def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
@@ -73,10 +73,9 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         check_continues(config, ours, newest, info)
         after = info.step
         if info.sequences_per_step != ours.sequences_per_step:
-            say(
-                f"fullshard: note: {newest} was trained on {info.sequences_per_step} sequences a "
-                f"step, now {ours.sequences_per_step}: the losses will not be those of one run",
-                sys.stderr,
+            _note(
+                f"{newest} was trained on {info.sequences_per_step} sequences a step, now "
+                f"{ours.sequences_per_step}: the losses will not be those of one run"
             )
     try:
         run.path.mkdir(parents=True, exist_ok=True)
@@ -118,10 +117,9 @@ def _tell_changed(config: TrainConfig, run: RunDir) -> None:
         if getattr(earlier, name) != getattr(config, name)
     ]
     if changed:
-        say(
-            f"fullshard: note: {', '.join(changed)}: the steps that are left follow the new "
-            "schedule, those before followed the old one",
-            sys.stderr,
+        _note(
+            f"{', '.join(changed)}: the steps that are left follow the new schedule, those before "
+            "followed the old one"
         )
 
 
@@ -171,12 +169,17 @@ def with_steps(
 def _check_extras(config: TrainConfig) -> None:
     """Raise ``ConfigError`` if the end of the run would fail, or a package is missing."""
     if config.lora is not None:
-        check_peft()
+        imported("peft", "--lora", extra="lora")
     if config.quantize is not None:
-        check_bitsandbytes()
+        imported("bitsandbytes", "--quantize", extra="qlora")
     check_tracker(config)
     if config.export is not None and Path(config.export).exists():
         raise ConfigError(f"--export {config.export}: is there already; give a new folder")
+
+
+def _note(text: str) -> None:
+    """Print a note on stderr."""
+    say(f"fullshard: note: {text}", sys.stderr)
 
 
 def _count(number: int, noun: str) -> str:
@@ -206,38 +209,30 @@ def _tell_patience(config: TrainConfig) -> None:
     """Print a note if ``patience`` exceeds the evaluations of the run."""
     before_the_last = (config.steps - 1) // config.eval_every
     if config.patience is not None and config.patience >= before_the_last:
-        say(
-            f"fullshard: note: --patience {config.patience} cannot end this run, which has "
-            f"{_count(before_the_last, 'evaluation')} before its last step",
-            sys.stderr,
+        _note(
+            f"--patience {config.patience} cannot end this run, which has "
+            f"{_count(before_the_last, 'evaluation')} before its last step"
         )
 
 
 def _tell_left_out(text: TokenizedText) -> None:
     """Print a note if files of the folder, or bad records, were not read."""
     if text.bad.count:
-        say(
-            f"fullshard: note: {_count(text.bad.count, 'bad record')} of --data left out: "
-            f"{text.bad}",
-            sys.stderr,
-        )
+        _note(f"{_count(text.bad.count, 'bad record')} of --data left out: {text.bad}")
     if text.left_out:
-        say(f"fullshard: note: not read of --data: {', '.join(text.left_out)}", sys.stderr)
+        _note(f"not read of --data: {', '.join(text.left_out)}")
 
 
 def _tell_cut(rows: Rows, seq: int) -> None:
     """Print a note if samples are longer than a row, or a row has only one."""
     if isinstance(rows, Packed) and rows.alone:
         share = rows.num_learned(np.arange(len(rows))) / (len(rows) * seq)
-        say(
-            "fullshard: note: each chat has a row of its own (--no-pack, or a model without "
-            f"position_ids); {share:.0%} of the tokens in rows are learned. A smaller --seq wastes "
-            "less",
-            sys.stderr,
+        _note(
+            "each chat has a row of its own (--no-pack, or a model without position_ids); "
+            f"{share:.0%} of the tokens in rows are learned. A smaller --seq wastes less"
         )
     if isinstance(rows, Packed) and rows.num_cut:
-        say(
-            f"fullshard: note: {_count(rows.num_cut, 'chat')} of more than {seq} tokens: "
-            "what is behind is not read, give a greater --seq",
-            sys.stderr,
+        _note(
+            f"{_count(rows.num_cut, 'chat')} of more than {seq} tokens: what is behind is not "
+            "read, give a greater --seq"
         )

@@ -10,20 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import unshard_params
-from fullshard.errors import ConfigError
 from fullshard.train.world import World
 
 _ALPHA = 2  # times the rank: adapters of every rank get the same scale
-
-
-def check_peft() -> None:
-    """Raise ``ConfigError`` if ``peft`` is not installed."""
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "--lora needs peft: pip install -e '.[lora]' in a clone of fullshard"
-        ) from error
 
 
 def add_adapters(model: Any, rank: int) -> nn.Module:

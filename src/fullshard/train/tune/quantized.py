@@ -8,19 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.checkpoint import Conversion
-from fullshard.errors import ConfigError
 
 _PER_BYTE = 2
-
-
-def check_bitsandbytes() -> None:
-    """Raise ``ConfigError`` if ``bitsandbytes`` is not installed."""
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "--quantize needs bitsandbytes: pip install -e '.[qlora]' in a clone of fullshard"
-        ) from error
 
 
 class Nf4Linear(nn.Linear):
