@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from fullshard.checkpoint import inspect, list_checkpoints, load
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.checkpoint import list_checkpoints, load
+from fullshard.errors import ConfigError
 from fullshard.train.architecture import choose_architecture, load_text_for
 from fullshard.train.config import HF, SaveDtype, TrainConfig
 from fullshard.train.data import END, PretrainedTokenizer
@@ -55,12 +54,9 @@ class FinishedRun:
                     f"{self.run.path} has no best checkpoint: none of a step that was evaluated"
                 )
             return marked.path
-        if step is not None:
-            path = self.run.checkpoint(step)
-            for one in (path, self.run.best / path.name):
-                with suppress(CheckpointError):
-                    inspect(one)
-                    return one
+        found = None if step is None else self.run.complete(step)
+        if found is not None:
+            return found
         newest = self.run.newest_checkpoint()
         if newest is None:
             raise ConfigError(f"{self.run.path} holds no complete checkpoint")

@@ -13,12 +13,9 @@ import math
 import os
 import shutil
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint import inspect
-from fullshard.errors import CheckpointError
 from fullshard.train.run.folder import RunDir
 from fullshard.train.run.metrics import read_metrics
 
@@ -46,7 +43,7 @@ def read_best(run: RunDir) -> Best | None:
     if marked is None:
         return None
     step, bits = marked
-    path = _complete(run, step)
+    path = run.complete(step)
     return None if path is None else Best(step, bits, path)
 
 
@@ -79,7 +76,7 @@ class BestMark:
             evaluated.setdefault(*marked)
         self._least, self._begun = math.inf, None
         for bits, its in sorted((bits, its) for its, bits in evaluated.items() if its <= step):
-            if _complete(run, its) is not None:
+            if run.complete(its) is not None:
                 self._mark(its, bits)
                 return
         run.best_mark.unlink(missing_ok=True)
@@ -92,7 +89,7 @@ class BestMark:
     def end(self) -> None:
         """Mark the checkpoint of the last ``begin``, which is complete now."""
         begun, self._begun = self._begun, None
-        if begun is not None and _complete(self._run, begun[0]) is not None:
+        if begun is not None and self._run.complete(begun[0]) is not None:
             self._mark(*begun)
 
     def _mark(self, step: int, bits_per_byte: float) -> None:
@@ -152,13 +149,3 @@ def _marked(run: RunDir) -> tuple[int, float] | None:
         return int(facts["step"]), float(facts["eval_bits_per_byte"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def _complete(run: RunDir, step: int) -> Path | None:
-    """Return a complete checkpoint of ``step``."""
-    path = run.checkpoint(step)
-    for each in (path, run.best / path.name):
-        with suppress(CheckpointError):
-            inspect(each)
-            return each
-    return None

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -83,71 +84,54 @@ class Origin:
     """Key of the weights of ``init`` if they are frozen; None also in earlier versions."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunDir:
-    """The paths of a run; finds its complete checkpoints."""
+    """The paths of a run; finds its complete checkpoints.
 
-    path: Path
+    Attributes:
+        path: the folder of the run.
+        config: the resolved configuration.
+        metrics: the metrics, one JSON object per step.
+        checkpoints: the folder of checkpoints.
+        best: the folder with the best checkpoint of a run that does not keep all.
+        best_mark: the file that names the best checkpoint.
+        tokenizer: the tokenizer that was trained on the text.
+        picture: the loss curve.
+        plan: the plan from before the run, as JSON.
+        trace: the folder with the workers' traces and the report.
+        lock: the file that a training job in this folder locks.
+    """
 
-    @property
-    def config(self) -> Path:
-        """Path of the resolved configuration."""
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Path of the metrics, one JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Path of the folder of checkpoints."""
-        return self.path / "checkpoints"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.best = path / "best"
+        self.best_mark = path / "best.json"
+        self.tokenizer = path / "tokenizer.json"
+        self.picture = path / "loss.png"
+        self.plan = path / "plan.json"
+        self.trace = path / "trace"
+        self.lock = path / "fullshard.lock"
 
     def checkpoint(self, step: int) -> Path:
         """Return the path of the checkpoint of ``step``."""
         return self.checkpoints / f"step-{step:06d}"
 
-    @property
-    def best(self) -> Path:
-        """Path of the folder with the best checkpoint of a run that does not keep all."""
-        return self.path / "best"
-
-    @property
-    def best_mark(self) -> Path:
-        """Path of the file that names the best checkpoint."""
-        return self.path / "best.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Path of the tokenizer that was trained on the text."""
-        return self.path / "tokenizer.json"
+    def complete(self, step: int) -> Path | None:
+        """Return a complete checkpoint of ``step``; None if there is none."""
+        path = self.checkpoint(step)
+        for each in (path, self.best / path.name):
+            with suppress(CheckpointError):
+                inspect(each)
+                return each
+        return None
 
     @property
     def memory(self) -> Path:
         """Path of the folder of checkpoints in this machine's memory, by the run's path."""
         digest = hashlib.blake2b(str(self.path.absolute()).encode(), digest_size=8).hexdigest()
         return Path("/dev/shm", f"fullshard-{os.geteuid()}-{digest}")
-
-    @property
-    def picture(self) -> Path:
-        """Path of the loss curve."""
-        return self.path / "loss.png"
-
-    @property
-    def plan(self) -> Path:
-        """Path of the plan from before the run, as JSON."""
-        return self.path / "plan.json"
-
-    @property
-    def trace(self) -> Path:
-        """Path of the folder with the workers' traces and the report."""
-        return self.path / "trace"
-
-    @property
-    def lock(self) -> Path:
-        """Path of the file that a training job in this folder locks."""
-        return self.path / "fullshard.lock"
 
     def newest_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint; without any, the checkpoint in ``best/``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,15 @@ class Saves:
     def __init__(self, config: TrainConfig, *, marks_best: bool = False) -> None:
         run = RunDir(Path(config.out))
         self._best = BestMark(run, is_apart=config.keep is not None) if marks_best else None
-        disk = Checkpointer(
+        # With adapters, --init has the frozen weights, to be read again.
+        in_background = partial(Checkpointer, mode="async", frozen=config.lora is None)
+        self._disk = in_background(
             run.checkpoints,
             every=config.save_every,
             keep=config.keep,
-            mode="async",
             budget_nbytes=_COPIES_NBYTES,
-            frozen=config.lora is None,  # else --init has the frozen weights, to be read again
         )
-        self._disk = disk
-        self._all = [disk]
+        self._all = [self._disk]
         # No save goes here; the best checkpoint is loaded if all others are lost.
         self._kept_best = Checkpointer(run.best)
         self._memory = run.memory if config.memory_every is not None else None
@@ -50,14 +50,12 @@ class Saves:
             _check_ours(self._memory)
             self._all.append(
                 # Tensors are written without a copy first, because a copy would take as long.
-                Checkpointer(
+                in_background(
                     self._memory,
                     every=config.memory_every,
                     keep=1,
                     copies=_COPIES,
-                    mode="async",
                     budget_nbytes=0,
-                    frozen=config.lora is None,
                 )
             )
 
