@@ -43,18 +43,13 @@ class Evaluation:
             mine = rows[start + world.rank * config.batch :][: config.batch]
             read = mine if len(mine) else rows[:1]
             batch = self._rows.read(read.numpy()).tensors()
-            losses, labels = losses_of(model, batch, world), batch[1].flatten()
+            losses, labels = label_losses(model, *map(world.put, batch)), batch[1].flatten()
             if len(mine):
                 nats += losses.double().sum().item()
                 nbytes += float(self._bytes_per_token[labels[labels != IGNORED]].sum())
         model.train()
         all_nats, all_nbytes = world.rows(nats, nbytes).sum(dim=0).tolist()
         return float(all_nats / math.log(2) / all_nbytes)
-
-
-def losses_of(model: nn.Module, batch: Sequence[Tensor], world: World) -> Tensor:
-    """Return the losses of a batch of ``Batch.tensors``, ``[B * T]``."""
-    return label_losses(model, *map(world.put, batch))
 
 
 def training_loss(

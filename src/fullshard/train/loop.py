@@ -32,7 +32,6 @@ from fullshard.train.run import (
     Saves,
     StepRecord,
     Stopping,
-    begin_wire_check,
     check_continues,
     describe,
     device_nbytes,
@@ -45,16 +44,10 @@ from fullshard.train.run import (
     shard_nbytes,
     stopping,
     tracker_of,
-    waited_s,
 )
 from fullshard.train.tune import add_adapters, conversions, quantize_linears
 from fullshard.train.world import HostRows, World
 
-_LAYOUTS: dict[LayoutName, fullshard.PerParameter | fullshard.Ragged] = {
-    LayoutName.PER_PARAMETER: fullshard.PerParameter(),
-    LayoutName.RAGGED: fullshard.Ragged(),
-}
-_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
 # Differences up to this share of the largest logit count as rounding, not as a leak of samples.
 # Mixtures of experts may add in another order. A real leak changes logits by about their size.
 _ROUNDING = {Dtype.FP32: 2.0**-17, Dtype.BF16: 2.0**-5}
@@ -177,25 +170,28 @@ def shard_model(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None
         # None selects the default policy: reshard blocks after forward, but not the root.
         reshard_after_forward=None if config.reshard else False,
         mp_policy=policy_of(config),
-        layout=_LAYOUTS[config.layout],
+        layout=layout_of(config),
         wire=wire_of(config),
     )
 
 
+def layout_of(config: TrainConfig) -> fullshard.PerParameter | fullshard.Ragged:
+    """Return the layout of the shards."""
+    if config.layout is LayoutName.RAGGED:
+        return fullshard.Ragged()
+    return fullshard.PerParameter()
+
+
 def wire_of(config: TrainConfig) -> fullshard.WirePolicy:
     """Return the encoding of parameters and gradients in communication."""
-    return (
-        fullshard.WirePolicy() if config.wire is None else fullshard.WirePolicy.parse(config.wire)
-    )
+    return fullshard.WirePolicy.parse(config.wire) if config.wire else fullshard.WirePolicy()
 
 
 def policy_of(config: TrainConfig) -> fullshard.MixedPrecisionPolicy:
     """Return the dtypes of computation and communication."""
     if config.dtype is Dtype.FP32:
         return fullshard.MixedPrecisionPolicy()
-    return fullshard.MixedPrecisionPolicy(
-        param_dtype=_DTYPES[config.dtype], reduce_dtype=torch.float32
-    )
+    return fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 def fill(
@@ -248,7 +244,7 @@ class Trainer:
         self.config, self.world = config, world
         self.life = fullshard.Life(world.rank, world.size) if life is None else life
         architecture = choose_architecture(config)
-        self.model = build_sharded_model(config, architecture, world)
+        self.model: Any = build_sharded_model(config, architecture, world)  # an FSDPModule, too
         self.optimizer = build_optimizer(self.model, config)
         self.guard = StepGuard(
             self.model, self.optimizer, max_norm=config.clip, max_skipped=config.max_skipped
@@ -272,12 +268,12 @@ class Trainer:
     def start(self, step: int) -> StartedStep:
         """Issue one optimizer step; on a GPU, the host waits for the gradients only."""
         config = self.config
-        started_s, waited_before_s = time.perf_counter(), waited_s(self.model)
+        started_s, waited_before_s = time.perf_counter(), self.model.waited_s()
         torch.manual_seed(_dropout_seed(config.seed, step, self.world.rank))
         lr = set_learning_rate(self.optimizer, step, config)
         evaluates = step % config.eval_every == 0 or step == config.steps
         if evaluates:
-            begin_wire_check(self.model)
+            self.model.set_wire_check(True)
         loss = self._forward_backward(step)
         try:
             self.guard.step(loss)
@@ -288,7 +284,7 @@ class Trainer:
         self.optimizer.zero_grad()
         rows = self.world.rows_later(
             loss,
-            waited_s(self.model) - waited_before_s,
+            self.model.waited_s() - waited_before_s,
             peak_memory_nbytes(self.world.device),
             shard_nbytes(self.model),
             self.guard.norm,

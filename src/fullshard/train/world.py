@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ of a store on loopback."""
 TCP = "tcp:"
 LOOPBACK = "127.0.0.1"
 
-_PREPARED = "fullshard/prepared"
 _START_S = 600.0  # machines may be slow to start
 
 
@@ -59,7 +58,8 @@ class World:
     rank: int
     size: int
     device: torch.device
-    has_prepared: HasPrepared = field(default_factory=lambda: HasPrepared())
+    kept: dist.Store | None = None
+    """The store that torchrun keeps when it restarts workers; None without torchrun."""
 
     @property
     def is_first(self) -> bool:
@@ -169,7 +169,7 @@ def join_world() -> Iterator[World]:
     Raises:
         ConfigError: this machine has GPUs, but fewer than local workers.
     """
-    place, has_prepared = meeting_place()
+    place, kept = meeting_place()
     if torch.cuda.is_available():
         check_gpus(num_local_workers())
         device = torch.device("cuda", local_rank())
@@ -178,28 +178,16 @@ def join_world() -> Iterator[World]:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", **place)
-    yield World(dist.get_rank(), dist.get_world_size(), device, has_prepared)
+    yield World(dist.get_rank(), dist.get_world_size(), device, kept)
     # Only on success: destroying a process group in which other workers still wait can hang.
     dist.destroy_process_group()
 
 
-class HasPrepared:
-    """A mark in torchrun's store: True if workers of this job have already prepared the run."""
+def meeting_place() -> tuple[dict[str, Any], dist.Store | None]:
+    """Return rendezvous arguments with the store of our launcher or of torchrun.
 
-    def __init__(self, store: dist.Store | None = None) -> None:
-        self._store = store
-
-    def __bool__(self) -> bool:
-        return self._store is not None and self._store.check([_PREPARED])
-
-    def remember(self) -> None:
-        """Set the mark for workers that torchrun starts later."""
-        if self._store is not None:
-            self._store.set(_PREPARED, "")
-
-
-def meeting_place() -> tuple[dict[str, Any], HasPrepared]:
-    """Return rendezvous arguments: the store of our launcher, or torchrun's."""
+    Also return the store that torchrun keeps over restarts; None with our launcher.
+    """
     place = os.environ.get(STORE)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if place is not None:
@@ -208,11 +196,11 @@ def meeting_place() -> tuple[dict[str, Any], HasPrepared]:
             store = dist.TCPStore(LOOPBACK, int(place.removeprefix(TCP)), is_master=False)
         else:
             store = dist.FileStore(place, size)
-        return {"store": store, "rank": rank, "world_size": size}, HasPrepared()
+        return {"store": store, "rank": rank, "world_size": size}, None
     kept, rank, size = next(dist.rendezvous("env://"))
-    # torchrun keeps its store over restarts. A prefix hides the keys of earlier workers.
+    # A prefix hides the keys of earlier workers.
     store = dist.PrefixStore(_name_of_start(kept, rank, size), kept)
-    return {"store": store, "rank": rank, "world_size": size}, HasPrepared(kept)
+    return {"store": store, "rank": rank, "world_size": size}, kept
 
 
 def _name_of_start(store: dist.Store, rank: int, size: int) -> str:

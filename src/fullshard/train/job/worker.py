@@ -49,7 +49,7 @@ from fullshard.train.world import World, join_world, speaks
 Result = TypeVar("Result")
 Loaded = tuple[Architecture, TokenizedText]
 
-_PROMPT = "    def __init__(self"  # suits the default text; for other text the prompt is empty
+_PREPARED = "fullshard/prepared"  # key in torchrun's store
 
 
 def run_worker(config: TrainConfig, *, prepared: bool) -> None:
@@ -110,7 +110,8 @@ def _live(config: TrainConfig, world: World, loaded: Loaded | None, life: fullsh
 
 def _going_on(config: TrainConfig, world: World) -> TrainConfig:
     """Return ``config`` with ``resume`` set if torchrun restarted workers after a save."""
-    began = bool(world.rows(world.is_first and bool(world.has_prepared))[0].any())
+    has_prepared = world.kept is not None and world.kept.check([_PREPARED])
+    began = bool(world.rows(world.is_first and has_prepared)[0].any())
     resumes = config.resume or (began and bool(Saves(config).steps()))
     return dataclasses.replace(config, resume=resumes)
 
@@ -120,7 +121,8 @@ def _prepare_first(config: TrainConfig, world: World) -> RunLock | None:
     if not world.is_first:
         return None
     lock = prepare(config, num_workers=world.size)
-    world.has_prepared.remember()
+    if world.kept is not None:
+        world.kept.set(_PREPARED, "")  # for workers that torchrun starts later
     return lock
 
 
@@ -188,7 +190,7 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
             f"fullshard train --out {config.out} --resume  goes on"
         )
         return
-    written = _sample(config, text, trained, world)
+    written = sample(trained.model, config, text, world)
     if config.export is not None:
         export(trained.model, config, text.tokenizer, world, Path(config.export))
     if not world.is_first:
@@ -213,23 +215,6 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
         say("next         fullshard train --name mine --data PATH  learns your own text")
     else:
         say("next         fullshard train --help  shows larger models and longer runs")
-
-
-def _sample(config: TrainConfig, text: TokenizedText, trained: Trained, world: World) -> str | None:
-    """Return a sample of the model's text; None if samples are off. All workers call this."""
-    if config.sample is None:
-        return None
-    code = text.tokenizer.encode(_PROMPT if config.data is None else "", add_special_tokens=False)
-    question = text.question()
-    return sample(
-        trained.model,
-        text,
-        world,
-        prompt=question or [text.end, *code.ids],
-        is_question=bool(question),
-        context=config.seq,
-        num_tokens=config.sample,
-    )
 
 
 def work(config: TrainConfig, *, prepared: bool) -> NoReturn:

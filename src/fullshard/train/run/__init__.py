@@ -17,7 +17,6 @@ from fullshard.train.run.folder import (
 from fullshard.train.run.metrics import (
     MetricsFile,
     StepRecord,
-    begin_wire_check,
     device_nbytes,
     draw_loss,
     drop_after,
@@ -27,7 +26,6 @@ from fullshard.train.run.metrics import (
     read_metrics,
     recording,
     shard_nbytes,
-    waited_s,
 )
 from fullshard.train.run.patience import HeldOut
 from fullshard.train.run.progress import Reporter, say

@@ -127,24 +127,11 @@ def shard_nbytes(model: nn.Module) -> int:
     )
 
 
-def waited_s(model: nn.Module) -> float:
-    """Return the total seconds that computation waited for communication; use differences."""
-    return model.waited_s() if isinstance(model, fullshard.FSDPModule) else 0.0
-
-
-def begin_wire_check(model: nn.Module) -> None:
-    """Start to measure the encoding errors of communication."""
-    if isinstance(model, fullshard.FSDPModule):
-        model.set_wire_check(True)
-
-
-def end_wire_check(model: nn.Module) -> tuple[float, float]:
+def end_wire_check(model: Any) -> tuple[float, float]:
     """Stop measuring, and return this worker's relative errors for parameters and gradients.
 
     A relative error is the norm of the errors divided by the norm of the values; nan without data.
     """
-    if not isinstance(model, fullshard.FSDPModule):
-        return math.nan, math.nan
     model.set_wire_check(False)
     gathered, reduced = (math.nan if one is None else one for one in model.wire_errors())
     return gathered, reduced
