@@ -8,28 +8,21 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from fullshard import MixedPrecisionPolicy, PerParameter, Ragged, WirePolicy
 from fullshard.errors import ConfigError
 from fullshard.optim import Muon
 from fullshard.plan import PRESETS, Plan, draw_plan, plan
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import HF, SIZES, Dtype, LayoutName, OptimizerName, TrainConfig
 from fullshard.train.job import flag, plan_of
+from fullshard.train.loop import layout_of, policy_of, wire_of
 from fullshard.train.published import PUBLISHED
-
-_LAYOUTS = {LayoutName.PER_PARAMETER: PerParameter(), LayoutName.RAGGED: Ragged()}
-_POLICIES = {
-    Dtype.FP32: MixedPrecisionPolicy(),
-    Dtype.BF16: MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-}
-
 
 _Model = Annotated[
     str,
@@ -115,75 +108,34 @@ def plan_command(
     options: dict[str, Any] = {"hardware": hardware, "rank": rank, "measure": measure}
     if budget is not None:
         options["budget_nbytes"] = nbytes_of(budget)
-    step = _Step(
+    sizes = _mesh(world_size, mesh)
+    config = TrainConfig(
         batch=batch,
         seq=seq,
         accumulate=accumulate,
         dtype=dtype,
         optimizer=optimizer,
-        layout=layout,
-        reshard=reshard,
+        layout=layout or LayoutName.PER_PARAMETER,
+        reshard=reshard is not False,
         wire=wire,
         checkpoint_activations=checkpoint_activations,
     )
-    sizes = _mesh(world_size, mesh)
     if ":" in model and not model.startswith(HF):
         options |= {"mesh": sizes} if mesh else {"world_size": world_size}
-        found = _plan_function(_function(model), step, options)
+        if layout is not None:
+            options["layout"] = layout_of(config)
+        if reshard is not None:
+            options["reshard_after_forward"] = None if reshard else False
+        found = _plan_function(_function(model), config, options)
     else:
         if budget is not None and (mesh or layout or reshard is not None):
             raise ConfigError("--budget chooses --mesh, --layout and --reshard: leave them out")
-        found = _plan_config(step.config(model, sizes), sizes, options)
+        config = replace(config, model=model, replicas=sizes.get("replicate", 1))
+        found = _plan_config(config, sizes, options)
     print(json.dumps(found.as_json(), indent=1) if as_json else found)
     if picture is not None:
         draw_plan(found, picture)
     return 0 if found.fits else 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """The options that define the computation of a step; None leaves the choice to the plan."""
-
-    batch: int
-    seq: int
-    accumulate: int
-    dtype: Dtype
-    optimizer: OptimizerName
-    layout: LayoutName | None
-    reshard: bool | None
-    wire: str | None
-    checkpoint_activations: bool
-
-    def config(self, model: str, sizes: dict[str, int]) -> TrainConfig:
-        """Return the configuration of a run of the trainer."""
-        return TrainConfig(
-            model=model,
-            dtype=self.dtype,
-            layout=self.layout or LayoutName.PER_PARAMETER,
-            reshard=self.reshard is not False,
-            replicas=sizes.get("replicate", 1),
-            checkpoint_activations=self.checkpoint_activations,
-            wire=self.wire,
-            batch=self.batch,
-            seq=self.seq,
-            accumulate=self.accumulate,
-            optimizer=self.optimizer,
-        )
-
-    def options(self) -> dict[str, Any]:
-        """Return the options of ``fullshard.plan``."""
-        if self.checkpoint_activations:
-            raise ConfigError("--checkpoint-activations: let MODULE:FUNCTION build them in")
-        found: dict[str, Any] = {"accumulate": self.accumulate, "mp_policy": _POLICIES[self.dtype]}
-        if self.layout is not None:
-            found["layout"] = _LAYOUTS[self.layout]
-        if self.reshard is not None:
-            found["reshard_after_forward"] = None if self.reshard else False
-        if self.wire is not None:
-            found["wire"] = WirePolicy.parse(self.wire)
-        if self.optimizer is OptimizerName.MUON:
-            found["optimizer"] = Muon
-        return found
 
 
 def _plan_config(config: TrainConfig, sizes: dict[str, int], options: dict[str, Any]) -> Plan:
@@ -197,12 +149,18 @@ def _plan_config(config: TrainConfig, sizes: dict[str, int], options: dict[str, 
     return plan_of(config, choose_architecture(config), num_workers=num_workers, **options)
 
 
-def _plan_function(make: Callable[[], Any], step: _Step, options: dict[str, Any]) -> Plan:
+def _plan_function(make: Callable[[], Any], config: TrainConfig, options: dict[str, Any]) -> Plan:
     """Return the plan of the model that ``make`` returns, alone or with a batch."""
-    options |= step.options()
+    if config.checkpoint_activations:
+        raise ConfigError("--checkpoint-activations: let MODULE:FUNCTION build them in")
+    options |= {"accumulate": config.accumulate, "mp_policy": policy_of(config)}
+    if config.wire is not None:
+        options["wire"] = wire_of(config)
+    if config.optimizer is OptimizerName.MUON:
+        options["optimizer"] = Muon
     with torch.device("meta"):
         made = make()
-        tokens = torch.zeros(step.batch, step.seq, dtype=torch.long)
+        tokens = torch.zeros(config.batch, config.seq, dtype=torch.long)
     model, batch = made if isinstance(made, tuple) else (made, tokens)
     return plan(model, batch=batch, **options)
 
