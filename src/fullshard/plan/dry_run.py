@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
@@ -28,14 +29,13 @@ from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
 from fullshard.plan import ledger as kinds
-from fullshard.plan.adamw import PlainAdamW
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.kernels import DeviceKernels
 from fullshard.plan.ledger import Moment, PlanCrossing, PlanLedger
-from fullshard.plan.muon import PlainMuon, is_muon
+from fullshard.plan.optimizers import adamw, is_muon, muon
 from fullshard.schedule import Action, Event, Op, Transcript
 from fullshard.schedule.triggers import BackwardEnter, ForwardEnter, ForwardExit, GradsReady
-from fullshard.tensors import local_part
+from fullshard.tensors import find_tensors, local_part
 
 NUM_STEPS = 2
 """Steps of a dry run: the first learns the order, and from the second on they are alike."""
@@ -214,14 +214,10 @@ class _Run:
 
     def __call__(self) -> Recorded:
         job, ledger = self.job, self.ledger
-        mesh = init_device_mesh(
-            "cpu", tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh.keys())
-        )
-        dims = {tuple(_ranks_along(mesh, dim)): name for dim, name in enumerate(job.mesh)}
-        model = on_meta(job.model)
         with ledger.booking(kinds.PARAMETERS):
-            made = job.shard(model, mesh)
-        model = made if isinstance(made, nn.Module) else model
+            model, mesh = sharded_copy(job, "cpu")
+        groups = (mesh.get_group(dim) for dim in range(mesh.ndim))
+        dims = dict(zip(map(tuple, map(get_process_group_ranks, groups)), job.mesh, strict=True))
         units = units_below([model])
         if not units:
             raise ConfigError(
@@ -239,7 +235,7 @@ class _Run:
         ledger.book(map(local_part, others), kinds.PARAMETERS)
         ledger.book(model.buffers(), kinds.INPUTS)
         batch = tree_map(self._on_meta, job.batch)
-        ledger.book(_tensors(batch), kinds.INPUTS)
+        ledger.book(find_tensors(batch), kinds.INPUTS)
         optimizer = self._make_optimizer(model)
         steps = [self._take_step(model, optimizer, batch) for _ in range(NUM_STEPS)]
         return Recorded(steps, list(units), dims)
@@ -264,10 +260,10 @@ class _Run:
         job = self.job
         on_cpu = job.hardware.device == "cpu" or self._is_offloaded
         if is_muon(job.optimizer):
-            return PlainMuon(model, job.optimizer, foreach=not on_cpu)
+            return muon(model, job.optimizer, foreach=not on_cpu)
         if job.optimizer is not None:
             return job.optimizer(model.parameters())
-        return PlainAdamW(model.parameters(), foreach=not on_cpu)  # as PyTorch chooses itself
+        return adamw(model.parameters(), foreach=not on_cpu)  # as PyTorch chooses itself
 
     def _on_meta(self, given: Any) -> Any:
         """Return a tensor of the batch on the meta device; keep integer values for the dry run."""
@@ -284,9 +280,7 @@ class _Run:
         ledger.restart()
         for engine in self.engines:
             engine.meter.reset_peak()
-        for left in reversed(range(self.job.accumulate)):
-            for engine in self.engines if self.job.reduces_once else ():
-                set_sync(engine, left == 0)
+        for _ in microbatches(self.job, self.engines):
             ledger.turn_to(FORWARD)
             with ledger.booking(kinds.ACTIVATIONS):
                 loss = self.job.loss(model, batch)
@@ -300,7 +294,7 @@ class _Run:
         with ledger.booking(kinds.STEP):
             optimizer.step()
         self.acting = ("", "")
-        ledger.book(map(local_part, _tensors(optimizer.state)), kinds.OPTIMIZER)
+        ledger.book(map(local_part, find_tensors(dict(optimizer.state))), kinds.OPTIMIZER)
         optimizer.zero_grad()
         ledger.note()
         step.end_s = self.lanes.end()
@@ -313,11 +307,23 @@ class _Run:
         return step
 
 
-def set_sync(engine: Engine, reduces: bool) -> None:
-    """Set whether later backwards of ``engine`` reduce gradients or accumulate them."""
-    for unit in engine.units:
-        policy = engine.policy_of(unit)
-        engine.set_policy(unit, replace(policy, requires_gradient_sync=reduces))
+def sharded_copy(job: Job, device_type: str) -> tuple[nn.Module, DeviceMesh]:
+    """Return a sharded copy of the model, on the meta device, and its mesh."""
+    mesh = init_device_mesh(device_type, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
+    model = on_meta(job.model)
+    made = job.shard(model, mesh)
+    return (made if isinstance(made, nn.Module) else model), mesh
+
+
+def microbatches(job: Job, engines: Sequence[Engine]) -> Iterator[int]:
+    """Yield before each microbatch of a step, after setting if its backward reduces gradients."""
+    for number in range(job.accumulate):
+        for engine in engines if job.reduces_once else ():
+            for unit in engine.units:
+                is_last = number == job.accumulate - 1
+                policy = replace(engine.policy_of(unit), requires_gradient_sync=is_last)
+                engine.set_policy(unit, policy)
+        yield number
 
 
 def dry_run(job: Job) -> Recorded:
@@ -344,26 +350,3 @@ def on_meta(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(model, memo)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def look(one: Any) -> None:
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, Mapping):
-            for value in one.values():
-                look(value)
-        elif isinstance(one, (list, tuple)):
-            for value in one:
-                look(value)
-
-    look(tree)
-    return found
-
-
-def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
-    group = mesh.get_group(dim)
-    ranks: Sequence[int] = torch.distributed.get_process_group_ranks(group)
-    return ranks

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 from fullshard.comm import mirror_world
@@ -15,9 +15,8 @@ from fullshard.doctor.speed import median_s
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
-from fullshard.plan.adamw import PlainAdamW
-from fullshard.plan.dry_run import Job, Optimizer, on_meta, set_sync
-from fullshard.plan.muon import is_muon
+from fullshard.plan.dry_run import Job, Optimizer, microbatches, sharded_copy
+from fullshard.plan.optimizers import adamw, is_muon
 from fullshard.plan.plan import Measured
 
 WARM_UP, STEPS = 3, 5
@@ -39,7 +38,7 @@ def measure(job: Job, device: torch.device) -> Measured:
     world = mirror_world(size, job.rank, adds_wide=hardware.adds_wide, device_type=hardware.device)
     try:
         with world:
-            return _Run(job, device)()
+            return _measured(job, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"plan(measure=True): the memory of {_name_of(device)} is not enough for this rank of "
@@ -47,81 +46,64 @@ def measure(job: Job, device: torch.device) -> Measured:
         ) from error
 
 
-class _Run:
-    """One model with its batch, from sharding to the last step."""
+def _measured(job: Job, device: torch.device) -> Measured:
+    accelerator: Any = None if device.type == "cpu" else getattr(torch, device.type)
+    held_before = 0
+    if accelerator is not None:
+        accelerator.empty_cache()
+        held_before = accelerator.memory_allocated()
+    model = _filled(job, device)
+    engines = list(dict.fromkeys(map(engine_of, units_below([model]))))
+    batch = tree_map(partial(_made_real, job.model, device), job.batch)
+    optimizer: Optimizer
+    if job.optimizer is None:
+        optimizer = adamw(model.parameters(), foreach=device.type != "cpu")
+    else:
+        optimizer = job.optimizer(model if is_muon(job.optimizer) else model.parameters())
 
-    def __init__(self, job: Job, device: torch.device) -> None:
-        self._job = job
-        self._device = device
-        self._accelerator: Any = None if device.type == "cpu" else getattr(torch, device.type)
-        self._held_before = 0
-        if self._accelerator is not None:
-            self._accelerator.empty_cache()
-            self._held_before = self._accelerator.memory_allocated()
-        self._model = self._sharded()
-        self._engines = list(dict.fromkeys(map(engine_of, units_below([self._model]))))
-        self._batch = tree_map(self._made_real, job.batch)
-        self._optimizer = self._make_optimizer()
+    def take_step() -> None:
+        for _ in microbatches(job, engines):
+            job.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def __call__(self) -> Measured:
-        for _ in range(WARM_UP):
-            self._take_step()
-        peak = reserved = None
-        if self._accelerator is not None:
-            self._accelerator.reset_peak_memory_stats()
-        step_s = median_s(self._take_step, self._device, repetitions=STEPS, warm_up=0)
-        if self._accelerator is not None:
-            peak = self._accelerator.max_memory_allocated() - self._held_before
-            reserved = self._accelerator.max_memory_reserved()
-        return Measured(_name_of(self._device), step_s, peak, reserved)
+    for _ in range(WARM_UP):
+        take_step()
+    if accelerator is not None:
+        accelerator.reset_peak_memory_stats()
+    step_s = median_s(take_step, device, repetitions=STEPS, warm_up=0)
+    if accelerator is None:
+        return Measured(_name_of(device), step_s, None, None)
+    peak, reserved = accelerator.max_memory_allocated(), accelerator.max_memory_reserved()
+    return Measured(_name_of(device), step_s, peak - held_before, reserved)
 
-    def _sharded(self) -> nn.Module:
-        job = self._job
-        mesh = init_device_mesh(
-            self._device.type, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh)
+
+def _filled(job: Job, device: torch.device) -> nn.Module:
+    """Return the sharded model on ``device``, with random weights and buffers."""
+    model, _ = sharded_copy(job, device.type)
+    buckets = (bucket for unit in units_below([model]) for bucket in unit.buckets)
+    if any(bucket.spec.offload for bucket in buckets):
+        raise UnsupportedError(
+            "plan(measure=True): parameters are offloaded to the host, which is planned but not "
+            "measured; leave measure out, or plan without offload"
         )
-        model = on_meta(job.model)
-        made = job.shard(model, mesh)
-        model = made if isinstance(made, nn.Module) else model
-        buckets = (bucket for unit in units_below([model]) for bucket in unit.buckets)
-        if any(bucket.spec.offload for bucket in buckets):
-            raise UnsupportedError(
-                "plan(measure=True): parameters are offloaded to the host, which is planned but "
-                "not measured; leave measure out, or plan without offload"
-            )
-        model = model.to_empty(device=self._device)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.normal_(std=_STD) if param.is_floating_point() else param.zero_()
-            for buffer in model.buffers():
-                buffer.normal_(std=_STD) if buffer.is_floating_point() else buffer.zero_()
-        return model
+    model = model.to_empty(device=device)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.normal_(std=_STD) if tensor.is_floating_point() else tensor.zero_()
+    return model
 
-    def _made_real(self, given: Any) -> Any:
-        if not isinstance(given, Tensor):
-            return given
-        if not given.is_meta:
-            return given.detach().to(self._device)
-        if given.is_floating_point():
-            return torch.randn_like(given, device=self._device)
-        tables = (one for one in self._job.model.modules() if isinstance(one, nn.Embedding))
-        high = min((one.num_embeddings for one in tables), default=1)
-        return torch.randint_like(given, high, device=self._device)
 
-    def _make_optimizer(self) -> Optimizer:
-        optimizer, model = self._job.optimizer, self._model
-        if optimizer is None:
-            return PlainAdamW(model.parameters(), foreach=self._device.type != "cpu")
-        return optimizer(model if is_muon(optimizer) else model.parameters())
-
-    def _take_step(self) -> None:
-        job = self._job
-        for left in reversed(range(job.accumulate)):
-            for engine in self._engines if job.reduces_once else ():
-                set_sync(engine, left == 0)
-            job.loss(self._model, self._batch).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+def _made_real(model: nn.Module, device: torch.device, given: Any) -> Any:
+    if not isinstance(given, Tensor):
+        return given
+    if not given.is_meta:
+        return given.detach().to(device)
+    if given.is_floating_point():
+        return torch.randn_like(given, device=device)
+    tables = (one for one in model.modules() if isinstance(one, nn.Embedding))
+    high = min((one.num_embeddings for one in tables), default=1)
+    return torch.randint_like(given, high, device=device)
 
 
 def device_at_hand(device_type: str) -> torch.device:

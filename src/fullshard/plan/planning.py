@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from fullshard.plan.measuring import measure as measure_step
 from fullshard.plan.plan import Plan
 from fullshard.plan.search import Search
 from fullshard.plan.values import Unknown
+from fullshard.tensors import find_tensors
 
 
 def plan(
@@ -95,11 +95,15 @@ def plan(
         )
     checked = _checked_mesh(world_size, mesh, rank)
     machine = hardware_of(hardware)
-    given = partial(
-        Job,
+    if budget_nbytes is not None:
+        machine = replace(machine, memory_nbytes=_at_least_one("budget_nbytes", budget_nbytes))
+    job = Job(
         model=_checked_model(model),
         batch=batch,
+        mesh=checked,
         rank=rank,
+        hardware=machine,
+        shard=_chosen_shard(shard, options, searches=budget_nbytes is not None),
         loss=loss or mean_loss,
         optimizer=optimizer,
         accumulate=_at_least_one("accumulate", accumulate),
@@ -107,12 +111,9 @@ def plan(
     )
     device = device_at_hand(machine.device) if measure else None
     if budget_nbytes is None:
-        job = given(mesh=checked, hardware=machine, shard=_chosen_shard(shard, options))
         found = _plan(job)
     else:
-        machine = replace(machine, memory_nbytes=_at_least_one("budget_nbytes", budget_nbytes))
-        free = partial(given, hardware=machine)
-        found, job = _search(free, checked, shard, options, is_free=mesh is None, target_s=target_s)
+        found, job = _search(job, options, is_free=mesh is None, target_s=target_s)
     return found if device is None else replace(found, measured=measure_step(job, device))
 
 
@@ -122,29 +123,17 @@ def _plan(job: Job) -> Plan:
 
 
 def _search(
-    given: Callable[..., Job],
-    mesh: dict[str, int],
-    shard: Shard | None,
-    options: dict[str, Any],
-    *,
-    is_free: bool,
-    target_s: float | None,
+    job: Job, options: dict[str, Any], *, is_free: bool, target_s: float | None
 ) -> tuple[Plan, Job]:
     """Choose the options missing in ``options``, and the replicas if the mesh ``is_free``."""
-    if shard is not None:
-        raise ConfigError(
-            "plan(budget_nbytes=...): chooses options of shard_blocks, which shard= does not call; "
-            "leave one of them out"
-        )
-    job = given(mesh=mesh, shard=_chosen_shard(None, options))
     fixed = {name for name in CHOSEN if name in options}
     start = Choice(
-        replicas=next(iter(mesh.values())) if len(mesh) == 2 else 1,
+        replicas=next(iter(job.mesh.values())) if len(job.mesh) == 2 else 1,
         **{name: options.pop(name) for name in fixed},
     )
     if job.hardware.host is None:
         fixed.add("offload_policy")
-    world = math.prod(mesh.values())
+    world = math.prod(job.mesh.values())
 
     def job_for(choice: Choice) -> Job:
         def by_choice(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -153,7 +142,7 @@ def _search(
         sizes = {"replicate": choice.replicas, "shard": world // choice.replicas}
         if choice.replicas == 1:
             del sizes["replicate"]
-        return given(mesh=sizes if is_free else mesh, shard=by_choice)
+        return replace(job, mesh=sizes if is_free else job.mesh, shard=by_choice)
 
     reach = job.hardware.links[0].reach if job.hardware.links else None
     nodes = world // reach if reach else 1
@@ -207,8 +196,13 @@ def _at_least_one(what: str, given: Any) -> int:
     return given
 
 
-def _chosen_shard(shard: Shard | None, options: Mapping[str, Any]) -> Shard:
+def _chosen_shard(shard: Shard | None, options: Mapping[str, Any], *, searches: bool) -> Shard:
     if shard is not None:
+        if searches:
+            raise ConfigError(
+                "plan(budget_nbytes=...): chooses options of shard_blocks, which shard= does not "
+                "call; leave one of them out"
+            )
         if options:
             raise ConfigError(
                 f"plan: got shard= and options for shard_blocks ({', '.join(options)}); give the "
@@ -233,25 +227,13 @@ def mean_loss(model: nn.Module, batch: Any) -> Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    first = next(_floating(output), None)
+    first = next((one for one in find_tensors(output) if one.is_floating_point()), None)
     if first is None:
         raise ConfigError(
             f"plan: the model returned {type(output).__name__} without a tensor of floating-point "
             "numbers; pass loss=, a function of model and batch"
         )
     return first.float().mean() if first.dim() else first
-
-
-def _floating(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _floating(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _floating(value)
 
 
 @contextmanager
