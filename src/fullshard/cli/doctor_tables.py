@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
 
 from fullshard import doctor
 from fullshard.cli.printing import print_table
@@ -59,7 +59,7 @@ def _print_ranks(report: doctor.Report) -> None:
 def _print_wires(report: doctor.Report) -> None:
     for dim in report.dims:
         print(f"\ndim {dim.name}: {len(dim.groups)} group(s) of {dim.size}")
-        for text, count in _counted(_wire(report, group) for group in dim.groups):
+        for text, count in Counter(_wire(report, group) for group in dim.groups).items():
             print(f"  {count} x {text}")
         if dim.timings:
             print("  medians; all groups of the dim at once\n")
@@ -79,13 +79,6 @@ def _wire(report: doctor.Report, group: doctor.GroupTimings) -> str:
     wire = group.wire
     how = wire.gathers if wire.gathers == wire.reduces else f"{wire.gathers}, {wire.reduces}"
     return f"{how}: {doctor.reason(wire, report.ranks)}"
-
-
-def _counted(texts: Iterable[str]) -> list[tuple[str, int]]:
-    counts: dict[str, int] = {}
-    for text in texts:
-        counts[text] = counts.get(text, 0) + 1
-    return list(counts.items())
 
 
 def _print_speeds(report: doctor.Report) -> None:

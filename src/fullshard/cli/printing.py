@@ -20,11 +20,6 @@ def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> No
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    console_for_tables().print(table)
-
-
-def console_for_tables() -> Console:
-    """Return a console that prints names unchanged, brackets included."""
-    # Without a terminal, lines may have any length.
+    # Without a terminal, lines may have any length. Names are printed unchanged, with brackets.
     width = None if Console().is_terminal else 1000
-    return Console(width=width, markup=False, emoji=False)
+    Console(width=width, markup=False, emoji=False).print(table)

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from fullshard.cli.printing import console_for_tables
+from fullshard.cli.printing import print_table
 from fullshard.plan import in_bytes, in_seconds
 from fullshard.trace import combine
 
@@ -32,37 +30,38 @@ def trace_command(
     if as_json:
         print(json.dumps(combined.summary, indent=1))
         return
-    _print(combined.summary, console_for_tables())
+    _print(combined.summary)
     print(f"report: {combined.page}")
     print(f"for Perfetto: {combined.trace}")
 
 
-def _print(summary: dict[str, Any], console: Console) -> None:
+def _print(summary: dict[str, Any]) -> None:
     steps = summary["steps"]
     mean = f", {in_seconds(steps['mean_s'])} in the mean" if steps["count"] else ""
     print(f"{summary['world']} rank(s), {steps['count']} complete step(s){mean}")
     if summary["missing_ranks"]:
         print(f"without a file: ranks {', '.join(map(str, summary['missing_ranks']))}")
     if summary["shortage"] is not None:
-        _print_shortage(summary["shortage"], console)
-    found = Table("found", "to change", box=None, pad_edge=False)
-    for one in summary["findings"]:
-        found.add_row(one["text"], one["change"])
-    if summary["findings"]:
-        console.print(found)
-    units = Table("unit", "whole", "exposed", "gathers", "reductions", box=None, pad_edge=False)
-    for one in summary["units"][:NUM_UNITS]:
-        times = (in_seconds(one[f"{kind}_s"]) for kind in ("exposed", "gather", "reduction"))
-        units.add_row(one["name"], in_bytes(one["unsharded_nbytes"]), *times)
-    console.print(units)
+        _print_shortage(summary["shortage"])
+    found = [(one["text"], one["change"]) for one in summary["findings"]]
+    if found:
+        print_table(("found", "to change"), found)
+    kinds = ("exposed", "gather", "reduction")
+    rows = [
+        (
+            one["name"],
+            in_bytes(one["unsharded_nbytes"]),
+            *(in_seconds(one[f"{kind}_s"]) for kind in kinds),
+        )
+        for one in summary["units"][:NUM_UNITS]
+    ]
+    print_table(("unit", "whole", "exposed", "gathers", "reductions"), rows)
     left_out = len(summary["units"]) - NUM_UNITS
     if left_out > 0:
         print(f"and {left_out} more units")
 
 
-def _print_shortage(shortage: dict[str, Any], console: Console) -> None:
+def _print_shortage(shortage: dict[str, Any]) -> None:
     print(f"out of memory on rank {shortage['rank']}: {shortage['message']}")
-    ways = Table("way below", "saves", "costs", box=None, pad_edge=False)
-    for way in shortage["ways"]:
-        ways.add_row(way["what"], in_bytes(way["saves_nbytes"]), way["costs"])
-    console.print(ways)
+    rows = [(w["what"], in_bytes(w["saves_nbytes"]), w["costs"]) for w in shortage["ways"]]
+    print_table(("way below", "saves", "costs"), rows)
