@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ def path_of(folder: Path, rank: int) -> Path:
 def write(folder: Path, rank: int, found: Mapping[str, Any]) -> Path:
     """Write the file of ``rank`` into ``folder`` and return its path."""
     path = path_of(folder, rank)
-    write_text(path, json.dumps({"version": VERSION, **found}, separators=(",", ":")))
+    write_parts(path, [json.dumps({"version": VERSION, **found}, separators=(",", ":"))])
     return path
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the whole file or no file."""
+def write_parts(path: Path, parts: Iterable[str]) -> None:
+    """Write a file of these parts atomically: a reader sees the whole file or no file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(parts)
     temporary.replace(path)
 
 

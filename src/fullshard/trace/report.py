@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,14 +37,10 @@ def combine(folder: str | Path) -> Combined:
     if not any(root.glob("rank-*.json")):
         root = root / "trace"
     summary = summarize(ranks)
-    rankfile.write_text(root / "summary.json", json.dumps(summary, indent=1) + "\n")
-    rankfile.write_text(root / "report.html", page(summary))
-    trace = root / "trace.json"
-    temporary = trace.with_name(f".trace.json.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(chrome_text(ranks))
-    temporary.replace(trace)
-    return Combined(summary, root / "report.html", trace)
+    rankfile.write_parts(root / "summary.json", [json.dumps(summary, indent=1), "\n"])
+    rankfile.write_parts(root / "report.html", [page(summary)])
+    rankfile.write_parts(root / "trace.json", chrome_text(ranks))
+    return Combined(summary, root / "report.html", root / "trace.json")
 
 
 def page(summary: dict[str, Any]) -> str:
