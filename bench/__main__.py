@@ -11,92 +11,52 @@ PyTorch; those of other benchmarks stay.
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from bench import (
-    checkpoint,
-    cluster,
-    compiled,
-    copies,
-    gpu,
-    host,
-    launches,
-    memory,
-    optimizer,
-    padding,
-    plan,
-    reserved,
-    rounds,
-    scale,
-    schedule,
-    skipping,
-    step,
-    stream,
-    trace,
-    transport,
-    weights,
-    wire,
-)
 from bench.machine import Loaded
 
-BENCHES: dict[str, ModuleType] = {
-    "step": step,
-    "compile": compiled,
-    "host": host,
-    "optimizer": optimizer,
-    "copies": copies,
-    "launches": launches,
-    "padding": padding,
-    "memory": memory,
-    "reserved": reserved,
-    "plan": plan,
-    "rounds": rounds,
-    "scale": scale,
-    "schedule": schedule,
-    "skipping": skipping,
-    "trace": trace,
-    "transport": transport,
-    "cluster": cluster,
-    "wire": wire,
-    "checkpoint": checkpoint,
-    "weights": weights,
-    "stream": stream,
-    "gpu": gpu,
-}
+NAMES = (
+    "step compile host optimizer copies launches padding memory reserved plan rounds scale schedule"
+    " skipping trace transport cluster wire checkpoint weights stream gpu".split()
+)
 RESULTS = Path(__file__).with_name("results.json")
 
 
 def main() -> int:
     """Run what was asked for; 1 if a figure was refused or missed its bound, 2 for a wrong name."""
-    if sys.argv[1:2] == ["gpu"] and sys.argv[2:]:
-        return gpu.main(sys.argv[2:])
-    if sys.argv[1:2] == ["scale"] and "--save" not in sys.argv:
-        return scale.main(sys.argv[2:])
-    names = [name for name in sys.argv[1:] if name != "--save"] or list(BENCHES)
-    unknown = [name for name in names if name not in BENCHES]
+    first, saves = sys.argv[1:2], "--save" in sys.argv
+    if (first == ["gpu"] and sys.argv[2:]) or (first == ["scale"] and not saves):
+        return int(module_of(*first).main(sys.argv[2:]))
+    names = [name for name in sys.argv[1:] if name != "--save"] or NAMES
+    unknown = [name for name in names if name not in NAMES]
     if unknown:
-        print(f"bench: unknown {', '.join(unknown)}; expected some of {', '.join(BENCHES)}")
+        print(f"bench: unknown {', '.join(unknown)}; expected some of {', '.join(NAMES)}")
         return 2
     failures = 0
     for name in names:
         print(f"== {name}")
         try:
-            found = BENCHES[name].figures()
+            found = module_of(name).figures()
         except Loaded as refusal:
             print(refusal)
             failures += 1
             continue
-        failures += BENCHES[name].report(found)
-        if "--save" in sys.argv and found:
+        failures += module_of(name).report(found)
+        if saves and found:
             save(name, found)
         print()
     return int(failures > 0)
+
+
+def module_of(name: str) -> Any:
+    """Return the module of a benchmark, which has ``figures`` and ``report``."""
+    return importlib.import_module(f"bench.{'compiled' if name == 'compile' else name}")
 
 
 def save(name: str, found: Any) -> None:

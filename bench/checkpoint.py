@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,13 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import Shard
 from torch.optim import AdamW, Optimizer
 
 import fullshard
+from bench.compare import medians, on_ranks, verdict
 from bench.machine import idle, table
 from bench.models import GPT, Shape
 from fullshard.checkpoint.format.manifest import (
@@ -169,10 +167,8 @@ def empty(root: Path) -> None:
     dist.barrier()
 
 
-def worker(rank: int, store: str, folder: str, results: str) -> None:
-    """One rank; rank 0 writes median seconds."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store, rank=rank, world_size=WORLD)
+def work(folder: str) -> dict[str, float]:
+    """Return the median seconds on this rank, and the bytes of a checkpoint."""
     torch.manual_seed(0)
     model = GPT(SHAPE)
     fullshard.shard_blocks(model)
@@ -214,18 +210,7 @@ def worker(rank: int, store: str, folder: str, results: str) -> None:
             save.wait()
             seconds.setdefault(f"stall {name}", []).append(stall + first)
             empty(root)
-    if rank == 0:
-        medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-        Path(results).write_text(json.dumps({**medians, "nbytes": 3 * own * WORLD}))
-    dist.barrier()
-    os._exit(0)  # PyTorch's now and then aborts at the end
-
-
-def free_address() -> str:
-    """An address of this machine for the store; with a file, PyTorch's async saves hang."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+    return {**medians(seconds), "nbytes": 3 * own * WORLD}
 
 
 def planning() -> dict[str, float]:
@@ -264,13 +249,7 @@ def figures() -> dict[str, float]:
         Loaded: the machine was not idle.
     """
     with tempfile.TemporaryDirectory() as folder, idle():
-        results = Path(folder) / "results.json"
-        target = Path(folder) / "files"
-        target.mkdir()
-        mp.spawn(worker, (free_address(), str(target), str(results)), nprocs=WORLD)
-        found: dict[str, float] = json.loads(results.read_text())
-        found |= planning()
-    return found
+        return on_ranks(work, WORLD, folder, has_server=True)[0] | planning()
 
 
 def report(found: dict[str, float]) -> int:
@@ -307,5 +286,5 @@ def report(found: dict[str, float]) -> int:
         )
     )
     missed += [name for name, value in plans.items() if value > 1.0]
-    print(f"\nbounds missed: {', '.join(missed) or 'none'}")
-    return len(missed)
+    print()
+    return verdict(missed)

@@ -8,24 +8,20 @@ one row for every rank of another host for every reduction.
 
 from __future__ import annotations
 
-import copy
-import json
-import statistics
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
+from bench.compare import in_turns, medians, on_ranks, verdict
 from bench.contenders import CONTENDERS, FLAT, FSDP2, PER_PARAMETER, RAGGED, WIRES
 from bench.hosts import NoHosts, enter, hosts, sent_nbytes
-from bench.machine import Loaded, LoadGuard, table
+from bench.machine import Loaded, table
 from bench.models import GPT, SHAPES
-from bench.step import one_step
+from bench.step import Seconds, steps_of
 
 __all__ = ["Case", "Found", "figures", "measured", "report"]
 
@@ -66,48 +62,26 @@ class Found(NamedTuple):
     """Sent by one host in a step."""
 
 
-def worker(
-    process: int,
-    case: Case,
-    places: Sequence[str],
-    names: Sequence[str],
-    folder: str,
-    rounds: int,
-) -> None:
-    """One rank, on one of the hosts ``places``, which trains all of ``names``; rank 0 writes."""
-    enter(places[process // case.num_ranks])
-    torch.set_num_threads(1)
-    world = case.num_hosts * case.num_ranks
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=process, world_size=world)
-    torch.manual_seed(0)
-    base = GPT(SHAPE)
-    tokens = torch.randint(SHAPE.vocab, (SHAPE.batch, SHAPE.length + 1))
+def counted(step: Callable[[], Seconds]) -> Found:
+    """Take a step on all ranks; return what it took and what this host sent."""
+    before = sent_nbytes()
+    taken = step().step
+    dist.barrier()
+    return Found(taken, sent_nbytes() - before)
+
+
+def work(names: Sequence[str]) -> dict[str, Found]:
+    """Train all of ``names`` in turns; return the medians on this rank."""
     known = CONTENDERS | WIRES
-    runs = {name: known[name].make(copy.deepcopy(base)) for name in names}
-    guard = LoadGuard()
-    found: dict[str, list[Found]] = {name: [] for name in runs}
-    for number in range(WARM_UP + rounds):
-        if number >= WARM_UP and (number - WARM_UP) % 3 == 0:
-            dist.barrier()
-            if process == 0:  # alone: where ranks outnumber cores, they would slow each other down
-                guard.sample()
-            dist.barrier()
-        for name, (model, optimizer) in runs.items():
-            dist.barrier()
-            before = sent_nbytes()
-            taken = one_step(model, optimizer, tokens).step
-            dist.barrier()
-            if number >= WARM_UP:
-                found[name].append(Found(taken, sent_nbytes() - before))
-    result = {
-        name: Found(*map(statistics.median, zip(*taken, strict=True)))
-        for name, taken in found.items()
-    }
-    if process == 0:
-        said = {"found": result, "drift": guard.drift, "levels": needed_nbytes(case, base)}
-        Path(folder, "results.json").write_text(json.dumps(said))
-    dist.destroy_process_group()
+    steps = steps_of({name: known[name] for name in names}, SHAPE)
+    calls = {name: partial(counted, step) for name, step in steps.items()}
+    # One rank looks at the load: where ranks outnumber cores, they would slow each other down.
+    return medians(in_turns(calls, warm_up=WARM_UP, rounds=ROUNDS, samples=3, alone=True))
+
+
+def place(rank: int, case: Case, places: Sequence[str]) -> None:
+    """Move this process to its host."""
+    enter(places[rank // case.num_ranks])
 
 
 def needed_nbytes(case: Case, model: nn.Module) -> tuple[float, float]:
@@ -122,27 +96,23 @@ def needed_nbytes(case: Case, model: nn.Module) -> tuple[float, float]:
     return others * (whole + block) / case.num_hosts, others * whole / case.num_hosts
 
 
-def measured(
-    case: Case, rounds: int = ROUNDS, *, refuses: bool = True, names: Sequence[str] = NAMES
-) -> dict[str, Any]:
+def measured(case: Case, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """Let all of ``names`` train in this case; step times are shares of the first one's.
 
     Raises:
-        Loaded: the machine was not idle, and ``refuses``.
+        Loaded: the machine was not idle.
         NoHosts: namespaces cannot be made.
     """
-    with tempfile.TemporaryDirectory() as folder, hosts(case.num_hosts, case.mbits) as places:
-        world = case.num_hosts * case.num_ranks
-        mp.spawn(worker, (case, places, names, folder, rounds), nprocs=world)
-        said: dict[str, Any] = json.loads(Path(folder, "results.json").read_text())
-    if refuses and said["drift"] > LoadGuard.tolerance:
-        raise Loaded(said["drift"])
-    base = said["found"][names[0]][0]
+    world = case.num_hosts * case.num_ranks
+    with hosts(case.num_hosts, case.mbits) as places:
+        found = on_ranks(work, world, names, enter=partial(place, case=case, places=places))[0]
+    base = found[names[0]].seconds
+    levels = needed_nbytes(case, GPT(SHAPE))
     return {
-        "step": {name: seconds / base for name, (seconds, _) in said["found"].items()},
-        "megabytes": {name: nbytes / 1e6 for name, (_, nbytes) in said["found"].items()},
-        "levels": sum(said["levels"]) / 1e6,
-        "gathers": said["levels"][0] / sum(said["levels"]),
+        "step": {name: one.seconds / base for name, one in found.items()},
+        "megabytes": {name: one.nbytes / 1e6 for name, one in found.items()},
+        "levels": sum(levels) / 1e6,
+        "gathers": levels[0] / sum(levels),
         "seconds of the first": base,
     }
 
@@ -199,5 +169,4 @@ def report(found: dict[str, dict[str, Any]]) -> int:
                 missed.append(f"{case}, {name}: {share:.2f} (bound {bound})")
             if abs(nbytes / one["levels"] - 1) > SLACK:
                 missed.append(f"{case}, {name}: {nbytes:.1f} MB")
-    print(f"bounds missed: {'; '.join(missed) or 'none'}")
-    return len(missed)
+    return verdict(missed)

@@ -14,6 +14,7 @@ from types import FunctionType
 import torch
 from torch import nn
 
+from bench.compare import verdict
 from bench.contenders import CONTENDERS, FLAT, FSDP1, FSDP2, PER_PARAMETER, RAGGED, Contender
 from bench.machine import table
 from bench.models import GPT, Block
@@ -78,5 +79,4 @@ def report(found: dict[str, dict[str, Shares]]) -> int:
             ]
         print(f"{scope} compiled: share of torch {torch.__version__} FSDP2's step, {WORLD} ranks\n")
         print(table(["model", *NAMES], rows), end="\n\n")
-    print(f"slower than PyTorch's: {'; '.join(missed) or 'none'}")
-    return len(missed)
+    return verdict(missed, "slower than PyTorch's")

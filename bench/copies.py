@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fullshard
+from bench.compare import verdict
 from bench.machine import table
 from bench.models import GPT, SHAPES
 from fullshard.comm import Done, Pending, Wrapper, collectives_of, wrapped
@@ -180,5 +181,5 @@ def report(found: dict[str, dict[str, float]]) -> int:
     names = ["torch FSDP2", *BOUNDS]
     print(table(["", *names], [[k, *(f"{v[n]:.2f}" for n in names)] for k, v in found.items()]))
     missed = [f"{n}, {k}" for k, v in found.items() for n, bound in BOUNDS.items() if v[n] > bound]
-    print(f"\nbounds missed: {'; '.join(missed) or 'none'}")
-    return len(missed)
+    print()
+    return verdict(missed)

@@ -9,18 +9,18 @@ same difference for FSDP2; it is negative where the optimizer saves more than sh
 from __future__ import annotations
 
 import copy
-import statistics
 import timeit
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bench.compare import apart, in_turns, medians, verdict
 from bench.contenders import CONTENDERS, FSDP2, PER_PARAMETER, RAGGED
 from bench.machine import idle, table
 from bench.models import GPT, SHAPES
@@ -119,8 +119,8 @@ def join_world(world: int) -> None:
     dist.init_process_group(BACKENDS[world], store=FakeStore(), rank=0, world_size=world)
 
 
-def worker(_: int, world: int, results: Any) -> None:
-    """Median step seconds of every contender, into ``results``."""
+def measure(world: int) -> dict[str, float]:
+    """Return median step seconds of every contender, and those of the ledger."""
     torch.set_num_threads(1)
     join_world(world)
     shape = SHAPES["many tiny"]
@@ -128,20 +128,19 @@ def worker(_: int, world: int, results: Any) -> None:
     base = GPT(shape)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length + 1))
     runs = {name: CONTENDERS[UNWATCHED.get(name, name)].make(copy.deepcopy(base)) for name in NAMES}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(WARM_UP + ROUNDS):
-        for name, (model, optimizer) in runs.items():
-            with torch.no_grad():  # what passes through is not what the weights were
-                for param in model.parameters():
-                    param.zero_()
-            issue = _issue_only if name in UNWATCHED else Ledger.issue
-            with mock.patch.object(Ledger, "issue", issue):
-                taken = one_step(model, optimizer, tokens).step
-            if number >= WARM_UP:
-                seconds[name].append(taken)
-    results.update({name: statistics.median(taken) for name, taken in seconds.items()})
-    results[LEDGER] = _ledger_seconds(lambda: one_step(*runs[RAGGED], tokens))
-    dist.destroy_process_group()
+
+    def step_of(name: str) -> float:
+        model, optimizer = runs[name]
+        with torch.no_grad():  # what passes through is not what the weights were
+            for param in model.parameters():
+                param.zero_()
+        issue = _issue_only if name in UNWATCHED else Ledger.issue
+        with mock.patch.object(Ledger, "issue", issue):
+            return one_step(model, optimizer, tokens).step
+
+    steps = {name: partial(step_of, name) for name in NAMES}
+    seconds = medians(in_turns(steps, warm_up=WARM_UP, rounds=ROUNDS, meets=False))
+    return seconds | {LEDGER: _ledger_seconds(lambda: one_step(*runs[RAGGED], tokens))}
 
 
 def figures() -> dict[str, dict[str, float]]:
@@ -151,11 +150,9 @@ def figures() -> dict[str, dict[str, float]]:
         Loaded: the machine was not idle.
     """
     found = {}
-    with idle(), mp.get_context("spawn").Manager() as manager:
+    with idle():
         for world in BACKENDS:
-            results = manager.dict()
-            mp.spawn(worker, (world, results), nprocs=1)
-            seconds = dict(results)
+            seconds = apart(measure, world)
             of_ledger = seconds.pop(LEDGER) / seconds[RAGGED]
             whole = seconds[FSDP2] - seconds["unsharded"]
             shares = {n: (s - seconds["unsharded"]) / whole for n, s in seconds.items()}
@@ -173,5 +170,5 @@ def report(found: dict[str, dict[str, float]]) -> int:
     print(f"\nthe ledger's share of a ragged step: {of_ledger} (bound 1%)")
     missed = [n for n, bound in BOUNDS.items() if found["8"][n] > bound]
     missed += [LEDGER] if found["8"][LEDGER] > 0.01 else []
-    print(f"\nbounds at world 8 missed: {', '.join(missed) or 'none'}")
-    return len(missed)
+    print()
+    return verdict(missed, "bounds at world 8 missed")

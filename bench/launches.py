@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
+from bench.compare import verdict
 from bench.contenders import FSDP1, FSDP2, PER_PARAMETER, RAGGED
 from bench.machine import table
 from fullshard._torch import collectives as _collectives
@@ -372,8 +373,8 @@ def report(found: dict[str, dict[str, dict[str, Any]]]) -> int:
         of = ", ".join(f"{op} {number}" for op, number in row[RAGGED]["of"].items())
         print(f"{RAGGED}, {where}: {of}")
     missed = [f"{name}, {where}" for where, row in found.items() for name in _missed(row)]
-    print(f"\nbounds missed: {'; '.join(missed) or 'none'}")
-    return len(missed)
+    print()
+    return verdict(missed)
 
 
 def _missed(row: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -7,10 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 __all__ = ["LoadGuard", "Loaded", "idle", "table"]
 
@@ -50,12 +48,6 @@ class LoadGuard:
         other rank's overlaps only in part runs up to a third faster.
         """
         return max(self.seconds) / statistics.median(self.seconds) - 1
-
-    def worst(self) -> float:
-        """Return the largest ``drift`` of all ranks; a collective."""
-        drifts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(drifts, self.drift)
-        return float(max(drifts))
 
 
 @contextmanager

@@ -8,7 +8,6 @@ counts what another one left behind.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
 from bench import tracing
+from bench.compare import apart, verdict
 from bench.contenders import (
     FLAT,
     FSDP1,
@@ -203,9 +203,7 @@ def of_all_cases(name: str) -> dict[str, tuple[int, int]]:
 
 def figures() -> dict[str, dict[str, dict[str, float]]]:
     """By case and contender: peak and held bytes, as shares of PyTorch's counterpart."""
-    names = list(dict.fromkeys([*RIVALS.values(), *RIVALS]))
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        nbytes = dict(zip(names, pool.map(of_all_cases, names, chunksize=1), strict=True))
+    nbytes = {name: apart(of_all_cases, name) for name in {*RIVALS.values(), *RIVALS}}
     return {
         title: {
             name: {
@@ -234,5 +232,4 @@ def report(found: dict[str, dict[str, dict[str, float]]]) -> int:
         for kind, share in kinds.items()
         if share > BOUND
     ]
-    print(f"above {BOUND}: {'; '.join(missed) or 'none'}")
-    return len(missed)
+    return verdict(missed, f"above {BOUND}")

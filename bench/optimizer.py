@@ -6,21 +6,18 @@ After that, ``Muon``: see ``bench/muon.py``.
 from __future__ import annotations
 
 import copy
-import json
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import fullshard
 from bench import muon
+from bench.compare import in_turns, medians, on_ranks, verdict
 from bench.contenders import CONTENDERS, FSDP2, PER_PARAMETER, RAGGED
 from bench.machine import idle, table
 
@@ -58,32 +55,31 @@ class Many(nn.Module):
         return x.square().mean()
 
 
-def worker(rank: int, store: str, results: str) -> None:
-    """One rank; rank 0 writes median seconds."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
+def step(
+    clip: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor
+) -> float:
+    """Take a training step; return the seconds of clipping and of the optimizer."""
+    model(x).backward()
+    params = list(model.parameters())
+    dist.barrier()
+    start = time.perf_counter()
+    clip(params, 1.0)
+    optimizer.step()
+    taken = time.perf_counter() - start
+    optimizer.zero_grad()
+    return taken
+
+
+def work() -> dict[str, float]:
+    """Return the median seconds of every contender on this rank."""
     torch.manual_seed(0)
     base = Many()
     runs = {name: CONTENDERS[name].make(copy.deepcopy(base)) for name in NAMES}
     clips: dict[str, Callable[..., Any]] = dict.fromkeys(NAMES, fullshard.optim.clip_grad_norm_)
     clips[FSDP2] = nn.utils.clip_grad_norm_
-    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
     x = torch.randn(4, 16)
-    for number in range(WARM_UP + ROUNDS):
-        for name, (model, optimizer) in runs.items():
-            model(x).backward()
-            params = list(model.parameters())
-            dist.barrier()
-            start = time.perf_counter()
-            clips[name](params, 1.0)
-            optimizer.step()
-            if number >= WARM_UP:
-                seconds[name].append(time.perf_counter() - start)
-            optimizer.zero_grad()
-    if rank == 0:
-        medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-        Path(results).write_text(json.dumps(medians))
-    dist.destroy_process_group()
+    steps = {name: partial(step, clips[name], *run, x) for name, run in runs.items()}
+    return medians(in_turns(steps, warm_up=WARM_UP, rounds=ROUNDS))
 
 
 def figures() -> dict[str, float]:
@@ -92,10 +88,8 @@ def figures() -> dict[str, float]:
     Raises:
         Loaded: the machine was not idle.
     """
-    with tempfile.TemporaryDirectory() as folder, idle():
-        results = Path(folder) / "results.json"
-        mp.spawn(worker, (f"{folder}/store", str(results)), nprocs=WORLD)
-        seconds = json.loads(results.read_text())
+    with idle():
+        seconds = on_ranks(work, WORLD)[0]
         of_muon = muon.figures()
     return {name: taken / seconds[FSDP2] for name, taken in seconds.items()} | of_muon
 
@@ -105,5 +99,5 @@ def report(found: dict[str, float]) -> int:
     print("clipping and AdamW on 2,000 small parameters, as a share of FSDP2's\n")
     print(table(list(NAMES), [[f"{found[name]:.2f}" for name in NAMES]]))
     missed = [name for name, bound in BOUNDS.items() if found[name] > bound]
-    print(f"\nbounds missed: {', '.join(missed) or 'none'}")
-    return len(missed) + muon.report(found)
+    print()
+    return verdict(missed) + muon.report(found)

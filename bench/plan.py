@@ -7,26 +7,24 @@ seen. Ten jobs are ordered by both.
 
 from __future__ import annotations
 
-import json
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
-from bench.machine import Loaded, LoadGuard, table
+from bench.compare import in_turns, medians, on_ranks
+from bench.machine import table
 from bench.models import GPT, SHAPES
 from bench.step import one_step
 from fullshard.plan import hardware_of
@@ -75,51 +73,17 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return fullshard.optim.ShardedOptimizer(params, torch.optim.SGD, lr=1e-3)
 
 
-def worker(rank: int, world: int, store: str, results: str) -> None:
-    """One rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,))
-    runs = {}
+def seen() -> dict[str, float]:
+    """Return the medians of all jobs' steps on this rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    steps = {}
     for name, job in JOBS.items():
         torch.manual_seed(0)
         model = GPT(SHAPES[job.shape])
         job.shard(model, mesh)
-        runs[name] = model, sgd(model.parameters()), job.tokens()
-    guard = LoadGuard()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(WARM_UP + ROUNDS):
-        if number % (ROUNDS // 4) == WARM_UP % (ROUNDS // 4):
-            dist.barrier()
-            guard.sample()
-            dist.barrier()
-        for name, run in runs.items():
-            dist.barrier()
-            taken = one_step(*run)
-            if number >= WARM_UP:
-                seconds[name].append(taken.step)
-    drift = guard.worst()
-    if rank == 0:
-        medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-        Path(results).write_text(json.dumps({"seconds": medians, "drift": drift}))
-    dist.barrier()
-    os._exit(0)  # threads of gloo may abort at the end of an interpreter
-
-
-def seen(world: int) -> dict[str, float]:
-    """Medians of all jobs' steps.
-
-    Raises:
-        Loaded: the machine was not idle.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        mp.spawn(worker, (world, f"{folder}/store", str(results)), nprocs=world)
-        found = json.loads(results.read_text())
-    if found["drift"] > LoadGuard.tolerance:
-        raise Loaded(found["drift"])
-    medians: dict[str, float] = found["seconds"]
-    return medians
+        steps[name] = partial(one_step, model, sgd(model.parameters()), job.tokens())
+    taken = medians(in_turns(steps, warm_up=WARM_UP, rounds=ROUNDS, samples=4))
+    return {name: one.step for name, one in taken.items()}
 
 
 def predicted(world: int) -> dict[str, float]:
@@ -159,7 +123,7 @@ def figures() -> dict[str, dict[str, dict[str, float]]]:
     """
     found = {}
     for world in WORLDS:
-        told, taken = predicted(world), seen(world)
+        told, taken = predicted(world), on_ranks(seen, world)[0]
         found[str(world)] = {
             name: {"predicted_s": told[name], "seen_s": taken[name],
                    "ratio": told[name] / taken[name]}

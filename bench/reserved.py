@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,6 +27,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from bench.allocator import CachingAllocator
+from bench.compare import apart, verdict
 from bench.contenders import FSDP2, PER_PARAMETER, RAGGED
 from bench.gpu.costs import brief
 from bench.gpu.machine import WORLD, Machine
@@ -48,7 +48,7 @@ SIZES = replace(
     vocab=LARGE.vocab // PART,
 )
 NAMES = (FSDP2, PER_PARAMETER, RAGGED)
-WHOLE, META = "the whole model first", "from meta"
+STARTS = WHOLE, META = "the whole model first", "from meta"
 STEPS = 3
 _STREAM, _MARK, _DEFAULT = "stream::", "mark::", "compute"
 
@@ -171,12 +171,7 @@ def _by_stream(events: list[Any]) -> dict[str, list[float]]:
 
 def figures() -> dict[str, dict[str, dict[str, list[float]]]]:
     """Return the megabytes reserved on each stream after each step, by start and contender."""
-    found: dict[str, dict[str, dict[str, list[float]]]] = {WHOLE: {}, META: {}}
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for start, row in found.items():
-            for name in NAMES:
-                row[name] = pool.apply(reserved, (name, start))
-    return found
+    return {start: {name: apart(reserved, name, start) for name in NAMES} for start in STARTS}
 
 
 def report(found: dict[str, dict[str, dict[str, list[float]]]]) -> int:
@@ -191,8 +186,8 @@ def report(found: dict[str, dict[str, dict[str, list[float]]]]) -> int:
     print(table(["", *(f"step {number + 1}" for number in range(STEPS)), "by stream"], rows))
     most = _totals(found[META][FSDP2])[-1]
     missed = [name for name in NAMES if _totals(found[META][name])[-1] > most]
-    print(f"\nmore than FSDP2, {META}: {', '.join(missed) or 'none'}")
-    return len(missed)
+    print()
+    return verdict(missed, f"more than FSDP2, {META}")
 
 
 def _totals(streams: dict[str, list[float]]) -> list[float]:

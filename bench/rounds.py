@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from bench.compare import verdict
 from bench.machine import table
 from fullshard.comm import council, own_store, store_round
 from fullshard.comm.council import Council
@@ -176,5 +177,5 @@ def report(found: dict[str, dict[str, float]]) -> int:
     rows = [[where, *(f"{one[name]:.1f}" for name in names)] for where, one in found.items()]
     print(table(["", *names], rows))
     missed = [where for where, one in found.items() if one["of any other rank"] > BOUND]
-    print(f"\nmore than {BOUND} of a rank: {', '.join(missed) or 'none'}")
-    return len(missed)
+    print()
+    return verdict(missed, f"more than {BOUND} of a rank")

@@ -8,23 +8,19 @@ is a share of FSDP2's step with all experts; all contenders take their steps in 
 from __future__ import annotations
 
 import copy
-import json
-import statistics
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fullshard
-from bench.machine import Loaded, LoadGuard, table
+from bench.compare import in_turns, medians, on_ranks, seconds_of
+from bench.machine import table
 
 __all__ = ["figures", "report"]
 
@@ -103,44 +99,27 @@ CONTENDERS = {
 }
 
 
-def measure(rank: int, guard: LoadGuard) -> dict[str, float]:
-    """Median seconds of every contender's steps on this rank."""
+def work() -> dict[str, float]:
+    """Return the median seconds of every contender's steps on this rank."""
     torch.manual_seed(0)
-    base, x = Sparse(), torch.randn(TOKENS, DIM)
-    runs = {}
-    for name, contender in CONTENDERS.items():
+    base, x, rank = Sparse(), torch.randn(TOKENS, DIM), dist.get_rank()
+
+    def step_of(contender: Contender) -> Callable[[], None]:
         model = contender.shard(copy.deepcopy(base))
-        runs[name] = model, torch.optim.SGD(model.parameters(), lr=1e-3), contender.one
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(WARM_UP + ROUNDS):
-        if number % (ROUNDS // 3) == WARM_UP:
-            dist.barrier()
-            guard.sample()
-            dist.barrier()
-        for name, (model, optimizer, one) in runs.items():
-            which = [(rank + number) % EXPERTS] if one else range(EXPERTS)
-            dist.barrier()
-            start = time.perf_counter()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        numbers = count(rank)
+
+        def step() -> None:
+            number = next(numbers)
+            which = [number % EXPERTS] if contender.one else range(EXPERTS)
             model(x, which).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if number >= WARM_UP:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
 
+        return step
 
-def worker(rank: int, store: str, results: str) -> None:
-    """One rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
-    guard = LoadGuard()
-    found = measure(rank, guard)
-    dist.barrier()
-    guard.sample()
-    drift = guard.worst()
-    if rank == 0:
-        Path(results).write_text(json.dumps({"seconds": found, "drift": drift}))
-    dist.destroy_process_group()
+    steps = {name: partial(seconds_of, step_of(one)) for name, one in CONTENDERS.items()}
+    return medians(in_turns(steps, warm_up=WARM_UP, rounds=ROUNDS, samples=3))
 
 
 def figures() -> dict[str, float]:
@@ -149,13 +128,7 @@ def figures() -> dict[str, float]:
     Raises:
         Loaded: the machine was not idle.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        mp.spawn(worker, (f"{folder}/store", str(results)), nprocs=WORLD)
-        found = json.loads(results.read_text())
-    if found["drift"] > LoadGuard.tolerance:
-        raise Loaded(found["drift"])
-    seconds = found["seconds"]
+    seconds = on_ranks(work, WORLD)[0]
     return {name: taken / seconds[FSDP2] for name, taken in seconds.items()}
 
 

@@ -8,24 +8,20 @@ told as well, as a share of the same step time: with a core for each rank no ste
 from __future__ import annotations
 
 import copy
-import json
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from bench.compare import in_turns, medians, on_ranks, verdict
 from bench.contenders import CONTENDERS, FLAT, FSDP1, FSDP2, PER_PARAMETER, RAGGED, Contender
-from bench.machine import Loaded, LoadGuard, table
+from bench.machine import table
 from bench.models import GPT, SHAPES, Shape
 
-__all__ = ["WORLD", "Shares", "figures", "measured", "one_step", "report"]
+__all__ = ["WORLD", "Shares", "figures", "measured", "one_step", "report", "steps_of"]
 
 Shares: TypeAlias = dict[str, dict[str, float]]
 """By model and contender: a time as a share of FSDP2's step."""
@@ -58,26 +54,14 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor)
     return Seconds(time.perf_counter() - start, time.process_time() - busy)
 
 
-def measure(shape: Shape, contenders: dict[str, Contender], guard: LoadGuard) -> dict[str, Seconds]:
-    """Medians of every contender's steps on this rank."""
+def steps_of(contenders: dict[str, Contender], shape: Shape) -> dict[str, partial[Seconds]]:
+    """Return a step of each contender, all from the same weights and on the same batch."""
     torch.manual_seed(0)
     base = GPT(shape)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length + 1))
-    runs = {name: one.make(copy.deepcopy(base)) for name, one in contenders.items()}
-    seconds: dict[str, list[Seconds]] = {name: [] for name in runs}
-    for number in range(WARM_UP + ROUNDS):
-        if number % (ROUNDS // 4) == WARM_UP:
-            dist.barrier()  # all ranks at once, or the others' steps would be measured too
-            guard.sample()
-            dist.barrier()
-        for name, (model, optimizer) in runs.items():
-            dist.barrier()
-            taken = one_step(model, optimizer, tokens)
-            if number >= WARM_UP:
-                seconds[name].append(taken)
     return {
-        name: Seconds(*map(statistics.median, zip(*taken, strict=True)))
-        for name, taken in seconds.items()
+        name: partial(one_step, *one.make(copy.deepcopy(base)), tokens)
+        for name, one in contenders.items()
     }
 
 
@@ -86,19 +70,15 @@ def everyone() -> dict[str, Contender]:
     return CONTENDERS
 
 
-def worker(rank: int, store: str, results: str, who: Callable[[], dict[str, Contender]]) -> None:
-    """One rank."""
+def work(who: Callable[[], dict[str, Contender]]) -> dict[str, dict[str, Seconds]]:
+    """Return medians of every contender's steps on this rank, by model."""
     contenders = who()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
-    guard = LoadGuard()
-    found = {name: measure(shape, contenders, guard) for name, shape in SHAPES.items()}
-    dist.barrier()
-    guard.sample()
-    drift = guard.worst()
-    if rank == 0:
-        Path(results).write_text(json.dumps({"seconds": found, "drift": drift}))
-    dist.destroy_process_group()
+    return {
+        name: medians(
+            in_turns(steps_of(contenders, shape), warm_up=WARM_UP, rounds=ROUNDS, samples=4)
+        )
+        for name, shape in SHAPES.items()
+    }
 
 
 def figures() -> dict[str, Shares]:
@@ -112,16 +92,11 @@ def figures() -> dict[str, Shares]:
 
 def measured(who: Callable[[], dict[str, Contender]]) -> dict[str, Shares]:
     """Let those that ``who`` returns on each rank train, FSDP2 among them; see ``figures``."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        mp.spawn(worker, (f"{folder}/store", str(results), who), nprocs=WORLD)
-        found = json.loads(results.read_text())
-    if found["drift"] > LoadGuard.tolerance:
-        raise Loaded(found["drift"])
+    found = on_ranks(work, WORLD, who)[0]
     return {
         kind: {
-            shape: {name: taken[i] / seconds[FSDP2][0] for name, taken in seconds.items()}
-            for shape, seconds in found["seconds"].items()
+            shape: {name: taken[i] / seconds[FSDP2].step for name, taken in seconds.items()}
+            for shape, seconds in found.items()
         }
         for i, kind in enumerate(Seconds._fields)
     }
@@ -150,5 +125,4 @@ def report(found: dict[str, Shares]) -> int:
         for shape, share in flat.items()
         if share > FLAT_BOUND
     ]
-    print(f"bounds missed: {'; '.join(missed) or 'none'}")
-    return len(missed)
+    return verdict(missed)

@@ -8,24 +8,18 @@ copied into memory that an engine would have.
 from __future__ import annotations
 
 import ctypes
-import json
-import os
-import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import fullshard
-from bench.checkpoint import free_address
+from bench.compare import in_turns, medians, on_ranks, seconds_of, verdict
 from bench.machine import idle, table
 from bench.models import GPT, Shape
 from bench.weights import peak_of
@@ -42,10 +36,9 @@ TIME, PEAK = 0.5, 2.0  # of one by one; buckets
 SLACK = 0.05  # buckets, for what Python and the allocator keep
 
 
-def worker(rank: int, world: int, store: str, results: str) -> None:
-    """One rank; rank 0 writes seconds and peaks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store, rank=rank, world_size=world)
+def work() -> dict[str, dict[str, float]]:
+    """Return the seconds and the peak of each contender on this rank."""
+    rank = dist.get_rank()
     plain = GPT(SHAPE).to(torch.float32)
     engine = {name: torch.empty_like(value) for name, value in plain.state_dict().items()}
     calls: dict[str, Callable[[], None]] = {}
@@ -81,24 +74,19 @@ def worker(rank: int, world: int, store: str, results: str) -> None:
                         take(name, tensor)
 
             calls[f"{layout}, to {where}"] = streamed
-    found: dict[str, dict[str, Any]] = {name: {"s": []} for name in calls}
+    peaks = {}
     for name, call in calls.items():
         call()  # modules that are imported late, memory that ranks share
         ctypes.CDLL(None).malloc_trim(0)  # what the last one freed is not to be had for nothing
-        found[name]["peak"] = peak_of(call)
-    for number in range(ROUNDS):
-        names = list(calls)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            dist.barrier()
-            start = time.perf_counter()
-            calls[name]()
-            dist.barrier()
-            found[name]["s"].append(time.perf_counter() - start)
-    for one in found.values():
-        one["s"] = statistics.median(one["s"])
-    (Path(results) / f"{world}-{rank}").write_text(json.dumps(found))
-    dist.barrier()
-    os._exit(0)
+        peaks[name] = peak_of(call)
+
+    def until_all_have(call: Callable[[], None]) -> None:
+        call()
+        dist.barrier()
+
+    timed = {name: partial(seconds_of, partial(until_all_have, c)) for name, c in calls.items()}
+    taken = medians(in_turns(timed, rounds=ROUNDS, rotates=True))
+    return {name: {"s": taken[name], "peak": peaks[name]} for name in calls}
 
 
 def figures() -> dict[str, dict[str, dict[str, float]]]:
@@ -108,10 +96,9 @@ def figures() -> dict[str, dict[str, dict[str, float]]]:
         Loaded: the machine was not idle.
     """
     found: dict[str, dict[str, dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder, idle():
+    with idle():
         for world in WORLDS:
-            mp.spawn(worker, (world, free_address(), folder), nprocs=world)
-            ranks = [json.loads((Path(folder) / f"{world}-{r}").read_text()) for r in range(world)]
+            ranks = on_ranks(work, world, has_server=True)
             found[f"{world} ranks"] = {
                 name: {
                     "s": ranks[0][name]["s"],
@@ -138,5 +125,5 @@ def report(found: dict[str, dict[str, dict[str, float]]]) -> int:
                 missed += [f"peak, {name}, {world}"] if one["buckets"] > PEAK + SLACK else []
         print(f"\n{world}\n")
         print(table(["", "s", "of one by one", "peak, in buckets"], rows))
-    print(f"\nbounds missed: {', '.join(missed) or 'none'}")
-    return len(missed)
+    print()
+    return verdict(missed)

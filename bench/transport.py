@@ -2,78 +2,60 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
+from bench.compare import in_turns, medians, on_ranks, seconds_of
 from bench.machine import idle, table
 from fullshard.comm import Pending
 from fullshard.comm.c10d import C10d, Transport
 
 __all__ = ["figures", "report"]
 
-NATIVE = "native"
+NATIVE, SHARED = "native", "shared"
 SIZES = (1_000, 30_000, 300_000, 1_000_000, 7_000_000)
 WORLDS = (2, 4, 8, 16)
 NUM_SMALL = 1_000
 """Elements of each rank's shard where the number of ranks grows."""
 
 
-def wires_of(rank: int, world: int, store: str) -> dict[str, C10d]:
-    """The collectives of gloo and of shared memory, in a new default group."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+def cases_of(part: Tensor, whole: Tensor, **how: Any) -> dict[tuple[str, str], Callable[[], float]]:
+    """Return collectives of one tensor, by kind and by who carries them: gloo or shared memory."""
     assert dist.group.WORLD is not None
-    return {
-        NATIVE: C10d(dist.group.WORLD, "cpu", Transport.NATIVE),
-        "shared": C10d(dist.group.WORLD, "cpu", Transport.SHARED),
-    }
+    cases = {}
+    for name, transport in ((NATIVE, Transport.NATIVE), (SHARED, Transport.SHARED)):
+        wire = C10d(dist.group.WORLD, "cpu", transport)
+        gather, reduce = gather_by(wire), wire.reduce_scatter_mean
+        cases["gather", name] = partial(seconds_of, partial(run, gather, whole, part), **how)
+        cases["reduce", name] = partial(seconds_of, partial(run, reduce, part, whole), **how)
+    return cases
 
 
-def worker(rank: int, world: int, store: str, results: str) -> None:
-    """Measure on one rank; rank 0 writes."""
-    wires = wires_of(rank, world, store)
-    found = {}
+def by_size() -> dict[str, dict[str, float]]:
+    """Return on this rank, by size, shared memory's share of gloo's time."""
+    world, found = dist.get_world_size(), {}
     for numel in SIZES:
-        part, whole = torch.ones(numel // world), torch.ones(numel // world * world)
-        cases: dict[str, Callable[[], None]] = {}
-        for name, wire in wires.items():
-            cases[f"gather {name}"] = partial(run, gather_by(wire), whole, part)
-            cases[f"reduce {name}"] = partial(run, wire.reduce_scatter_mean, part, whole)
-        taken = interleaved(cases, rounds=25 if numel > 100_000 else 80)
+        cases = cases_of(torch.ones(numel // world), torch.ones(numel // world * world))
+        taken = medians(in_turns(cases, rounds=25 if numel > 100_000 else 80))
         found[f"{4 * numel / 1e6:.3f} MB"] = {
-            f"{kind}, {other}": taken[f"{kind} {other}"] / taken[f"{kind} {NATIVE}"]
-            for other in wires
-            if other != NATIVE
+            f"{kind}, {SHARED}": taken[kind, SHARED] / taken[kind, NATIVE]
             for kind in ("gather", "reduce")
         }
-    if rank == 0:
-        Path(results).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
-def worker_of_many(rank: int, world: int, store: str, results: str) -> None:
-    """Measure the processor time of small collectives on one rank; rank 0 writes."""
-    cases: dict[str, Callable[[], None]] = {}
-    part, whole = torch.ones(NUM_SMALL), torch.ones(NUM_SMALL * world)
-    for name, wire in wires_of(rank, world, store).items():
-        cases[f"gather, {name}"] = partial(run, gather_by(wire), whole, part)
-        cases[f"reduce, {name}"] = partial(run, wire.reduce_scatter_mean, part, whole)
-    found = interleaved(cases, rounds=8, clock=time.process_time, repeats=50)
-    if rank == 0:
-        Path(results).write_text(json.dumps({one: 1e6 * found[one] for one in found}))
-    dist.barrier()
-    dist.destroy_process_group()
+def of_many() -> dict[str, float]:
+    """Return the microseconds of processor time of small collectives on this rank."""
+    part, whole = torch.ones(NUM_SMALL), torch.ones(NUM_SMALL * dist.get_world_size())
+    cases = cases_of(part, whole, clock=time.process_time, repeats=50)
+    taken = medians(in_turns(cases, rounds=8))
+    return {", ".join(case): 1e6 * seconds for case, seconds in taken.items()}
 
 
 def gather_by(wire: C10d) -> Callable[[Tensor, Tensor], Pending]:
@@ -84,32 +66,6 @@ def gather_by(wire: C10d) -> Callable[[Tensor, Tensor], Pending]:
 def run(start: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor) -> None:
     """One collective, from start to end."""
     start(output, source).wait()
-
-
-def interleaved(
-    cases: dict[str, Callable[[], None]],
-    rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
-    repeats: int = 1,
-) -> dict[str, float]:
-    """Median seconds of each case, one after the other in every round."""
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(rounds):
-        for name, case in cases.items():
-            dist.barrier()
-            start = clock()
-            for _ in range(repeats):
-                case()
-            seconds[name].append((clock() - start) / repeats)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
-
-
-def spawned(work: Callable[[int, int, str, str], None], world: int) -> dict[str, Any]:
-    """What rank 0 of ``world`` processes that run ``work`` wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        mp.spawn(work, (world, f"{folder}/store", str(results)), nprocs=world)
-        return dict(json.loads(results.read_text()))
 
 
 def figures() -> dict[str, dict[str, Any]]:
@@ -123,8 +79,8 @@ def figures() -> dict[str, dict[str, Any]]:
     """
     with idle():
         return {
-            "sizes": {str(world): spawned(worker, world) for world in (2, 4)},
-            "ranks": {str(world): spawned(worker_of_many, world) for world in WORLDS},
+            "sizes": {str(world): on_ranks(by_size, world)[0] for world in (2, 4)},
+            "ranks": {str(world): on_ranks(of_many, world)[0] for world in WORLDS},
         }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 import threading
 from collections.abc import Callable
@@ -12,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
 import fullshard
+from bench.compare import on_ranks, verdict
 from bench.machine import table
 from bench.models import GPT, Shape
 
@@ -62,12 +60,9 @@ def made(shape: Shape) -> Any:
     return model
 
 
-def worker(rank: int, world: int, folder: str) -> None:
-    """One rank; each writes what it found."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store-{world}", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    root = Path(folder)
+def work(root: Path) -> dict[str, int]:
+    """Return the peaks of this rank beside its shards, and the bytes of the shards."""
+    world = dist.get_world_size()
     # Once for modules that are imported late and for memory that the wire keeps.
     warm = made(SMALL)
     fullshard.checkpoint.load_weights(warm, root / "small")
@@ -76,10 +71,7 @@ def worker(rank: int, world: int, folder: str) -> None:
     load = peak_of(lambda: fullshard.checkpoint.load_weights(model, root / "large"))
     own = sum(param.to_local().nbytes for param in model.parameters())
     save = peak_of(lambda: fullshard.checkpoint.save_weights(model, root / f"large-{world}"))
-    found = {"load": load - own, "save": save, "shards": own}
-    (root / f"found-{world}-{rank}").write_text(json.dumps(found))
-    dist.barrier()
-    os._exit(0)
+    return {"load": load - own, "save": save, "shards": own}
 
 
 def figures() -> dict[str, dict[str, float]]:
@@ -92,9 +84,7 @@ def figures() -> dict[str, dict[str, float]]:
             torch.manual_seed(0)
             save_file(GPT(shape).state_dict(), root / name / "model.safetensors")
         for world in WORLDS:
-            mp.spawn(worker, (world, folder), nprocs=world)
-            files = [root / f"found-{world}-{rank}" for rank in range(world)]
-            all_found = [json.loads(file.read_text()) for file in files]
+            all_found = on_ranks(work, world, root)
             most = {key: max(one[key] for one in all_found) for key in all_found[0]}
             found[f"{world} ranks"] = {key: n / BUFFER_NBYTES for key, n in most.items()}
     return found
@@ -111,5 +101,5 @@ def report(found: dict[str, dict[str, float]]) -> int:
         for key in ("load", "save")
         if one[key] > BOUND
     ]
-    print(f"\nbounds missed: {', '.join(missed) or 'none'}")
-    return len(missed)
+    print()
+    return verdict(missed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.cluster import SLACK, Case, measured
+from bench.compare import verdict
 from bench.contenders import RAGGED, WIRES
 from bench.hosts import NoHosts
 from bench.machine import table
@@ -40,7 +41,7 @@ def figures() -> dict[str, Any]:
         Loaded: the machine was not idle.
     """
     try:
-        return {str(CASE): measured(CASE, names=NAMES)}
+        return {str(CASE): measured(CASE, NAMES)}
     except NoHosts as why:
         print(f"not measured: {why}")
         return {}
@@ -63,5 +64,4 @@ def report(found: dict[str, Any]) -> int:
         print(table(["wire", "step", "megabytes sent", "by arithmetic"], rows), end="\n\n")
         if one["step"][BOUNDED] > BOUND:
             missed.append(f"{BOUNDED}: {one['step'][BOUNDED]:.2f} (bound {BOUND})")
-    print(f"bounds missed: {'; '.join(missed) or 'none'}")
-    return len(missed)
+    return verdict(missed)
