@@ -69,8 +69,8 @@ def tabulate(arguments: Sequence[str]) -> int:
         if options.show and verdict.kind is not Kind.NAMED:
             print(said(result), flush=True)
 
-    chosen = table.Options(options.words, engines, wires, options.worlds, options.at_once, tell)
-    found = table.run_table(chosen)
+    cases = table.cases(engines, wires, options.worlds)
+    found = table.run_table(options.words, cases, options.at_once, tell)
     if options.write:
         seen = {key: table.cell(verdicts) for key, verdicts in found.items()}
         table.PAGE.write_text(table.written(seen))
@@ -79,14 +79,20 @@ def tabulate(arguments: Sequence[str]) -> int:
     return int(failed > 0)
 
 
-def strike(arguments: Sequence[str]) -> int:
-    """Run jobs with random faults."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults random")
-    parser.add_argument("--count", type=int, default=1000)
+def parser_of_numbers(command: str, *, count: int, shows: str) -> argparse.ArgumentParser:
+    """Return a parser for jobs that are drawn, each from a number."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.faults {command}")
+    parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first job")
+    parser.add_argument("--show", action="store_true", help=shows)
+    return parser
+
+
+def strike(arguments: Sequence[str]) -> int:
+    """Run jobs with random faults."""
+    parser = parser_of_numbers("random", count=1000, shows="what ranks said that did not do")
     parser.add_argument("--at-once", type=int, default=4, help="jobs that run at one time")
-    parser.add_argument("--show", action="store_true", help="what ranks said that did not do")
     options = parser.parse_args(arguments)
 
     def tell(number: int, result: Result, verdict: Verdict) -> None:
@@ -105,11 +111,7 @@ def strike(arguments: Sequence[str]) -> int:
 
 def recover(arguments: Sequence[str]) -> int:
     """Run jobs that go on when ranks of theirs are lost."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults recover")
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first job")
-    parser.add_argument("--show", action="store_true", help="what ranks told, of all jobs")
+    parser = parser_of_numbers("recover", count=100, shows="what ranks told, of all jobs")
     options = parser.parse_args(arguments)
     seconds = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from tests.faults.rank import GLOO_TIMEOUT_S, Job, work
 from tests.faults.rows import What
-from tests.faults.strike import diary_of
+from tests.faults.strike import fault_s, notes_of
 
 START_S = 60.0
 """So long a job may take until its fault, on a loaded machine."""
@@ -31,6 +30,38 @@ _POLL_S = 0.01
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.faults.rank", "tests.faults.worker"])
+
+
+class Ranks:
+    """The processes of a job; as with torchrun, their store is kept by a process that lives."""
+
+    def __init__(self, work: Callable[..., None], job: Any, folder: Path) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
+        self.processes: list[Any] = [
+            context.Process(target=work, args=(job, rank, str(folder), port))
+            for rank in range(job.world)
+        ]
+        for one in self.processes:
+            one.start()
+
+    def alive(self) -> set[int]:
+        return {rank for rank, one in enumerate(self.processes) if one.is_alive()}
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank, which may just have ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self.processes[rank].pid, number)
+
+    def abort(self, rank: int) -> None:
+        """End a rank, which prints its stacks."""
+        self.send(rank, signal.SIGABRT)
+        self.processes[rank].join(2)
+        self.kill(rank)
+
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+        self.processes[rank].join()
 
 
 @dataclass(frozen=True)
@@ -74,18 +105,11 @@ def run(job: Job, look: Callable[[Path], str] = lambda _: "") -> Result:
         look: looks at the folder of the job, returns what is wrong.
     """
     folder = Path(tempfile.mkdtemp(prefix="fault-"))
-    # As with torchrun, the store is kept by a process that lives.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks: list[Any] = [
-        context.Process(target=work, args=(job, rank, str(folder), store.port))
-        for rank in range(job.world)
-    ]
-    for one in ranks:
-        one.start()
+    ranks = Ranks(work, job, folder)
     gone_s = _wait(job, ranks, folder)
-    codes = [one.exitcode for one in ranks]
     endings = tuple(
-        _ending(job, folder, rank, code, gone_s.get(rank)) for rank, code in enumerate(codes)
+        _ending(job, folder, rank, one.exitcode, gone_s.get(rank))
+        for rank, one in enumerate(ranks.processes)
     )
     weights = tuple(
         torch.load(path)
@@ -97,46 +121,31 @@ def run(job: Job, look: Callable[[Path], str] = lambda _: "") -> Result:
     return Result(job, endings, weights, complaint)
 
 
-def _wait(job: Job, ranks: list[Any], folder: Path) -> dict[int, float]:
+def _wait(job: Job, ranks: Ranks, folder: Path) -> dict[int, float]:
     """Wait until all ranks ended that can, end the others; return when each was seen to be gone."""
     start_s, gone_s = time.monotonic(), dict[int, float]()
+    everyone = set(range(job.world))
     stopped = {job.victim} if job.fault.what is What.STOP else set()
     limit_s = LIMIT_S + (job.fault.stall_s if job.fault.what is What.STALL else 0)
     deadline_s = start_s + START_S
     is_struck = False
-    while time.monotonic() < deadline_s and set(range(job.world)) - gone_s.keys() - stopped:
+    while time.monotonic() < deadline_s and everyone - gone_s.keys() - stopped:
         time.sleep(_POLL_S)
-        for rank, one in enumerate(ranks):
-            if rank not in gone_s and not one.is_alive():
-                gone_s[rank] = time.monotonic()
-        if not is_struck and (fault_s := _fault_s(folder)) is not None:
-            is_struck, deadline_s = True, fault_s + limit_s
-    for rank, one in enumerate(ranks):
-        if rank not in gone_s:
-            if rank not in stopped:
-                with suppress(ProcessLookupError):
-                    os.kill(one.pid, signal.SIGABRT)  # it prints its stacks
-                one.join(2)
-            one.kill()
-        one.join()
+        for rank in everyone - ranks.alive():
+            gone_s.setdefault(rank, time.monotonic())
+        if not is_struck and (struck_s := fault_s(folder, job.world)) is not None:
+            is_struck, deadline_s = True, struck_s + limit_s
+    for rank in everyone:
+        if rank in gone_s or rank in stopped:
+            ranks.kill(rank)
+        else:
+            ranks.abort(rank)
     return gone_s
-
-
-def _notes(diary: Path) -> list[dict[str, Any]]:
-    """Return what a rank has told, but for a line that it did not finish."""
-    lines = diary.read_text().splitlines(keepends=True) if diary.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _fault_s(folder: Path) -> float | None:
-    """Return when the fault happened."""
-    notes = (note for path in folder.glob("diary-*") for note in _notes(path))
-    return next((note["at_s"] for note in notes if note["what"] == "fault"), None)
 
 
 def _ending(job: Job, folder: Path, rank: int, code: int, gone_s: float | None) -> Ending:
     """Return how a rank ended, from its diary, its exit code, and when it was seen to be gone."""
-    notes = _notes(diary_of(folder, rank))
+    notes = notes_of(folder, rank)
     last = next((note for note in notes if note["what"] == "ended"), None)
     printed = (folder / f"printed-{rank}").read_text(errors="replace")
     if gone_s is None and rank == job.victim and job.fault.what is What.STOP:
@@ -150,18 +159,18 @@ def _ending(job: Job, folder: Path, rank: int, code: int, gone_s: float | None) 
         kind, text = f"exit {code}", printed
     else:
         kind, text = last["kind"], last["text"]
-    fault_s = _fault_s(folder)
+    struck_s = fault_s(folder, job.world)
     logs = [
         note
         for note in notes
-        if note["what"] == "log" and (fault_s is None or note["at_s"] >= fault_s)
+        if note["what"] == "log" and (struck_s is None or note["at_s"] >= struck_s)
     ]
     caught = [note for note in notes if note["what"] == "caught"]
     told_s = min((note["at_s"] for note in (*logs, *caught)), default=None)
     end_s = last["at_s"] if last else gone_s
 
     def since(at_s: float | None) -> float | None:
-        return None if at_s is None or fault_s is None else at_s - fault_s
+        return None if at_s is None or struck_s is None else at_s - struck_s
 
     return Ending(
         kind,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -14,14 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from fullshard import checkpoint
-from tests.faults.jobs import context
-from tests.faults.worker import KEEP, LAYOUTS, work
+from tests.faults.jobs import Ranks
+from tests.faults.strike import notes_of
+from tests.faults.worker import KEEP, LAYOUTS, Training, work
 
-WORLD = 2
-STEPS = 12
 _END_S = 60.0  # a job must end by itself so soon after one of its ranks was killed
 _DISK_S = 600.0
 
@@ -74,82 +70,67 @@ class Killer:
     def _attempt(self, root: Path, attempt: int, *, may_kill: bool) -> str:
         """Start a job and let it end or kill it; return the digest if it was done."""
         newest = _newest(root)
-        before = _lines(root)
-        for mark in root.glob("joined-*"):
-            mark.unlink()
-        layout = self._random.choice([*LAYOUTS])
-        # Not a FileStore: one who is killed while writing to it leaves half a record, on which all
-        # others hang. As with torchrun, the store is kept by a process that lives.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        jobs = [
-            context.Process(target=work, args=(rank, WORLD, str(root), store.port, layout, STEPS))
-            for rank in range(WORLD)
-        ]
-        for job in jobs:
-            job.start()
-        killed = self._kill(root, jobs, before) if may_kill else ""
-        self._wait(root, jobs, killed)
-        new = _lines(root)[len(before) :]
-        loaded = [int(line.split()[1]) for line in new if line.startswith("loaded")]
-        if loaded and loaded[0] != newest:
-            raise Failed(f"{root}: started from step {loaded[0]}, step {newest} was committed")
-        done = [line.split()[1] for line in new if line.startswith("done")]
+        folder = root / f"attempt-{attempt}"
+        folder.mkdir()
+        job = Training(self._random.choice([*LAYOUTS]))
+        ranks = Ranks(work, job, folder)
+        killed = self._kill(folder, job, ranks) if may_kill else ""
+        self._wait(folder, ranks, killed)
+        told = _told(folder)
+        for note in told:
+            if note["what"] == "loaded" and note["step"] != newest:
+                raise Failed(f"{root}: started from step {note['step']}, {newest} was committed")
+        done: str = next((note["digest"] for note in told if note["what"] == "done"), "")
         if not killed and not done:
-            raise Failed(f"{root}: attempt {attempt} ended by itself: {new[-1:]}")
+            raise Failed(f"{root}: attempt {attempt} ended by itself: {told[-1:]}")
         if killed:
-            doing = new[-1].split()[0] if new else "starting"
+            doing = told[-1]["what"] if told else "starting"
             self.kills[f"{killed} while {doing}"] += 1
-        self._check(root, new)
-        return done[0] if done else ""
+        self._check(root, told)
+        return done
 
-    def _kill(self, root: Path, jobs: list[Any], before: list[str]) -> str:
+    def _kill(self, folder: Path, job: Training, ranks: Ranks) -> str:
         """Kill one rank or all; return which, or nothing if the job was faster."""
         one = self._random.random() < 0.5
-        victims = [self._random.choice(jobs)] if one else jobs
+        victims = {self._random.randrange(job.world)} if one else set(range(job.world))
         if self._random.random() < 0.8:  # during a save, at any of its moments
-            number = self._random.randint(1, STEPS)
-            wanted = len(before) + 2 * number
+            wanted = 2 * self._random.randint(1, job.steps)  # after "loaded", two for each step
             delay_s = self._random.uniform(0, 0.08)
         else:
-            wanted = len(before)
+            wanted = 0
             delay_s = self._random.uniform(0, 2)
-        while len(_lines(root)) < wanted and all(job.is_alive() for job in jobs):
+        while len(_told(folder)) < wanted and len(ranks.alive()) == job.world:
             time.sleep(0.001)
         time.sleep(delay_s)
-        if not any(victim.is_alive() for victim in victims):
+        if not victims & ranks.alive():
             return ""
         for victim in victims:
-            with suppress(ProcessLookupError):  # it has just ended
-                os.kill(victim.pid, signal.SIGKILL)
+            ranks.send(victim, signal.SIGKILL)
         for victim in victims:
-            victim.join(_DISK_S)
+            ranks.processes[victim].join(_DISK_S)
         return "one" if one else "all"
 
-    def _wait(self, root: Path, jobs: list[Any], killed: str) -> None:
+    def _wait(self, folder: Path, ranks: Ranks, killed: str) -> None:
         """Wait for the end of a job.
 
         PyTorch's ``init_process_group`` may wait for a rank that was killed, for minutes; who hangs
         there is ended. So is who was killed, by a kernel that may have to wait for the disk.
         """
         deadline_s = time.monotonic() + _END_S
-        for job in jobs:
-            job.join(max(deadline_s - time.monotonic(), 0))
-        hanging = {rank: job for rank, job in enumerate(jobs) if job.is_alive()}
-        does = {rank: _does(job.pid) for rank, job in hanging.items()}
-        joined = [rank for rank in hanging if (root / f"joined-{rank}").exists()]
-        for job in hanging.values():
-            with suppress(ProcessLookupError):
-                os.kill(job.pid, signal.SIGABRT)  # they write their stacks to errors-RANK
-            job.join(5)
-            job.kill()
-            job.join()
-        if joined:
-            raise Failed(f"{root}: {killed or 'none'} killed, did not end in {_END_S} s: {does}")
+        for one in ranks.processes:
+            one.join(max(deadline_s - time.monotonic(), 0))
+        hanging = ranks.alive()
+        does = {rank: _does(ranks.processes[rank].pid) for rank in hanging}
+        for rank in hanging:
+            ranks.abort(rank)  # they write their stacks to printed-RANK
+        notes = [note for rank in hanging for note in notes_of(folder, rank)]
+        if any(note["what"] == "joined" for note in notes):
+            raise Failed(f"{folder}: {killed or 'none'} killed, did not end in {_END_S} s: {does}")
 
-    def _check(self, root: Path, new: list[str]) -> None:
+    def _check(self, root: Path, told: list[dict[str, Any]]) -> None:
         """Check that everything that was saved, or its successors, can be read."""
         newest = _newest(root)
-        saved = [int(line.split()[1]) for line in new if line.startswith("saved")]
+        saved = [note["step"] for note in told if note["what"] == "saved"]
         if saved and newest < saved[-1]:
             raise Failed(f"{root}: step {saved[-1]} was saved, {newest} is the newest")
         complete = checkpoint.list_checkpoints(root / "checkpoints")
@@ -176,9 +157,6 @@ def _newest(root: Path) -> int:
     return checkpoint.inspect(path).step if path is not None else 0
 
 
-def _lines(root: Path) -> list[str]:
-    """Return what the first rank has told, in all attempts."""
-    try:
-        return (root / "log-0").read_text().splitlines()
-    except FileNotFoundError:
-        return []
+def _told(folder: Path) -> list[dict[str, Any]]:
+    """Return what the first rank has told in an attempt since it joined."""
+    return [note for note in notes_of(folder, 0) if note["what"] not in ("log", "joined")]

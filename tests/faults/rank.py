@@ -271,22 +271,47 @@ def described(error: BaseException) -> dict[str, str]:
     return {"kind": type(error).__name__, "text": "\n".join([str(error), *notes])}
 
 
-def work(job: Job, rank: int, folder: str, port: int) -> None:
-    """Be one rank of ``job``, whose store is on ``port``; ends the process as a program ends.
-
-    A child of multiprocessing runs no ``sys.excepthook``, but fullshard may have put itself there.
-    """
+def begin(root: Path, rank: int, wire: Wire, patience_s: float) -> Diary:
+    """Set up the process of a rank, whose output and diary go to files in ``root``."""
     if sys.platform == "linux":  # a rank that is stopped must not outlive a table that was ended
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    root = Path(folder)
     out = os.open(root / f"printed-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     faulthandler.enable()
     os.environ |= {
-        "FULLSHARD_PATIENCE_S": str(PATIENCE_S),
-        "FULLSHARD_SHARED_MEMORY": job.wire.switch,
+        "FULLSHARD_PATIENCE_S": str(patience_s),
+        "FULLSHARD_SHARED_MEMORY": wire.switch,
     }
+    diary = Diary(root, rank)
+    logging.getLogger("fullshard").setLevel(logging.INFO)
+    logging.getLogger("fullshard").addHandler(_Copying(diary))
+    return diary
+
+
+def join(
+    world: int,
+    rank: int,
+    port: int,
+    *,
+    backend: str = "gloo",
+    store_s: float = 60.0,
+    timeout_s: float = GLOO_TIMEOUT_S,
+) -> None:
+    """Join the process group whose store is on ``port`` of this machine."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=store_s))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def work(job: Job, rank: int, folder: str, port: int) -> None:
+    """Be one rank of ``job``, whose store is on ``port``; ends the process as a program ends.
+
+    A child of multiprocessing runs no ``sys.excepthook``, but fullshard may have put itself there.
+    """
+    root = Path(folder)
+    diary = begin(root, rank, job.wire, PATIENCE_S)
     if job.wire is Wire.NCCL:
         os.environ |= {
             "NCCL_HOSTID": f"host {rank}",
@@ -294,9 +319,6 @@ def work(job: Job, rank: int, folder: str, port: int) -> None:
             "NCCL_IB_DISABLE": "1",
         }
         torch.cuda.set_device(job.wire.device)
-    diary = Diary(root, rank)
-    logging.getLogger("fullshard").setLevel(logging.INFO)
-    logging.getLogger("fullshard").addHandler(_Copying(diary))
     code = 0
     try:
         _join_and_train(job, rank, root, port, diary)
@@ -320,14 +342,7 @@ def work(job: Job, rank: int, folder: str, port: int) -> None:
 
 def _join_and_train(job: Job, rank: int, root: Path, port: int, diary: Diary) -> None:
     """Join the job, train, and leave what came of it in the folder."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group(
-        "nccl" if job.wire is Wire.NCCL else "gloo",
-        store=store,
-        rank=rank,
-        world_size=job.world,
-        timeout=timedelta(seconds=GLOO_TIMEOUT_S),
-    )
+    join(job.world, rank, port, backend="nccl" if job.wire is Wire.NCCL else "gloo")
     strike = Strike(job.fault if rank == job.victim else None, job.at_step, diary)
     watch_gathers(strike)
     diary.note("joined")

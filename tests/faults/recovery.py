@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -11,16 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from tests.faults.jobs import _fault_s, _notes, context
+from tests.faults.jobs import Ranks
 from tests.faults.rank import NUM_BLOCKS, ON_CPUS
 from tests.faults.resilient_rank import Plan, Stroke, undisturbed, work
 from tests.faults.rows import Fault, Phase, What
-from tests.faults.strike import diary_of
+from tests.faults.strike import fault_s, notes_of
 
 LIMIT_S = 90.0
 """So long a job may take, on a loaded machine."""
@@ -46,50 +44,39 @@ class Seen(NamedTuple):
 def run(plan: Plan) -> Seen:
     """Run a job to its end, or end it; nothing of it is left."""
     folder = Path(tempfile.mkdtemp(prefix="recovery-"))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     began_s = time.monotonic()
-    members: list[Any] = [
-        context.Process(target=work, args=(plan, member, str(folder), store.port))
-        for member in range(plan.world)
-    ]
-    for one in members:
-        one.start()
+    members = Ranks(work, plan, folder)
     try:
         hang = _watched(plan, members, folder)
         return Seen(hang or _wrong(plan, folder), _told(plan, folder), time.monotonic() - began_s)
     finally:
-        for one in members:
-            one.kill()
-            one.join()
+        for member in range(plan.world):
+            members.kill(member)
         shutil.rmtree(folder)
 
 
-def _watched(plan: Plan, members: Sequence[Any], folder: Path) -> str:
+def _watched(plan: Plan, members: Ranks, folder: Path) -> str:
     """Wait until all have ended that have to; kill whom the plan says."""
     deadline_s = time.monotonic() + LIMIT_S
     later = dict(plan.later)
     stopped = {one.member for one in plan.strokes if one.fault.what is What.STOP}
-    while any(one.is_alive() for one in members):
+    while alive := members.alive():
         time.sleep(0.01)
-        struck_s = _fault_s(folder) if later else None
+        struck_s = fault_s(folder, plan.world) if later else None
         if struck_s is not None:
             for member in [
                 m for m, delay_s in later.items() if time.monotonic() > struck_s + delay_s
             ]:
                 del later[member]
-                with suppress(ProcessLookupError):
-                    os.kill(members[member].pid, signal.SIGKILL)
-        if stopped and not any(one.is_alive() for m, one in enumerate(members) if m not in stopped):
+                members.send(member, signal.SIGKILL)
+        if stopped and not alive - stopped:
             for member in stopped:  # the others have gone on; it comes back too late
-                with suppress(ProcessLookupError):  # or it was killed meanwhile
-                    os.kill(members[member].pid, signal.SIGCONT)
+                members.send(member, signal.SIGCONT)
             stopped = set()
         if time.monotonic() > deadline_s:
-            alive = [m for m, one in enumerate(members) if one.is_alive()]
             for member in alive:
-                os.kill(members[member].pid, signal.SIGABRT)  # they print their stacks
-                members[member].join(2)
-            return f"members {alive} did not end in {LIMIT_S:g} s"
+                members.abort(member)
+            return f"members {sorted(alive)} did not end in {LIMIT_S:g} s"
     return ""
 
 
@@ -98,7 +85,7 @@ def _wrong(plan: Plan, folder: Path) -> str:
     expected = undisturbed(plan.steps)
     lives = set()
     for member in range(plan.world):
-        notes = _notes(diary_of(folder, member))
+        notes = notes_of(folder, member)
         ended = next((note for note in notes if note["what"] == "ended"), None)
         stops = any(s.member == member and s.fault.what is What.STOP for s in plan.strokes)
         if stops and any(note["what"] == "fault" for note in notes):  # it may be spared
@@ -122,7 +109,7 @@ def _wrong(plan: Plan, folder: Path) -> str:
 def _told(plan: Plan, folder: Path) -> str:
     lines = []
     for member in range(plan.world):
-        for note in _notes(diary_of(folder, member)):
+        for note in notes_of(folder, member):
             details = {k: v for k, v in note.items() if k not in ("what", "at_s")}
             lines.append(f"    {member} {note['at_s']:.2f} {note['what']}: {details}")
         with suppress(OSError):

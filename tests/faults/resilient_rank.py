@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import logging
 import os
-import signal
-import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +14,7 @@ from torch import Tensor, nn
 
 from fullshard import Life, checkpoint, fully_shard, resilient
 from fullshard.errors import CheckpointError
-from tests.faults.rank import _DIE_WITH_PARENT, WIDTH, Model, Wire, _Copying, described
+from tests.faults.rank import WIDTH, Model, Wire, begin, described, join
 from tests.faults.rows import Fault, Phase, What
 from tests.faults.strike import MESSAGE, Diary, Strike, watch_gathers
 
@@ -189,30 +183,11 @@ class Rank:
 
 def work(plan: Plan, member: int, folder: str, port: int) -> None:
     """Be ``member`` of a job whose store is on ``port``, and end the process."""
-    if sys.platform == "linux":  # a rank that is stopped must not outlive a test that was ended
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     root = Path(folder)
-    out = os.open(root / f"printed-{member}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    faulthandler.enable()
-    os.environ |= {
-        "FULLSHARD_PATIENCE_S": str(PATIENCE_S),
-        "FULLSHARD_SHARED_MEMORY": plan.wire.switch,
-    }
-    diary = Diary(root, member)
-    logging.getLogger("fullshard").setLevel(logging.INFO)
-    logging.getLogger("fullshard").addHandler(_Copying(diary))
+    diary = begin(root, member, plan.wire, PATIENCE_S)
     ended: dict[str, Any] = {"kind": "", "text": ""}
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=member,
-            world_size=plan.world,
-            timeout=timedelta(seconds=30),
-        )
+        join(plan.world, member, port)
         rank = Rank(plan, member, root, diary)
         watch_gathers(rank.strike)
         weights = resilient(rank.train, max_restarts=4)

@@ -43,6 +43,19 @@ def diary_of(folder: Path, rank: int) -> Path:
     return folder / f"diary-{rank}"
 
 
+def notes_of(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """Return what a rank has told, but for a line that it did not finish."""
+    diary = diary_of(folder, rank)
+    lines = diary.read_text().splitlines(keepends=True) if diary.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def fault_s(folder: Path, world: int) -> float | None:
+    """Return when the fault happened."""
+    notes = (note for rank in range(world) for note in notes_of(folder, rank))
+    return next((note["at_s"] for note in notes if note["what"] == "fault"), None)
+
+
 class Strike:
     """Lets a fault happen on this rank, once; a rank that it does not concern has none."""
 

@@ -151,35 +151,30 @@ def written(found: dict[tuple[str, Engine], str]) -> str:
     return f"{before}{BEGIN}{HEAD}{''.join(lines)}{END}{after}"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to run: rows with one of ``words`` in their title, or all; and what to do with it."""
+def run_table(
+    words: Sequence[str],
+    chosen: Iterable[Case],
+    at_once: int,
+    tell: Callable[[Case, Result, Verdict], None],
+) -> dict[tuple[str, Engine], dict[Variant, Verdict]]:
+    """Run cases, several at once, and return the verdicts on each cell's variants.
 
-    words: Sequence[str]
-    engines: Sequence[Engine]
-    wires: Sequence[Wire]
-    worlds: Sequence[int]
-    at_once: int
-    tell: Callable[[Case, Result, Verdict], None]
-
-
-def run_table(options: Options) -> dict[tuple[str, Engine], dict[Variant, Verdict]]:
-    """Run cases, several at once, and return the verdicts on each cell's variants."""
+    Args:
+        words: only rows with one of these in their title; empty: all.
+    """
     chosen = [
-        case
-        for case in cases(options.engines, options.wires, options.worlds)
-        if not options.words or any(word in case.fault.title for word in options.words)
+        case for case in chosen if not words or any(word in case.fault.title for word in words)
     ]
     lock = threading.Lock()
 
     def verdict_of(case: Case) -> Verdict:
         result, verdict = case.seen()
         with lock:
-            options.tell(case, result, verdict)
+            tell(case, result, verdict)
         return verdict
 
     found: dict[tuple[str, Engine], dict[Variant, Verdict]] = {}
-    with ThreadPoolExecutor(options.at_once) as threads:
+    with ThreadPoolExecutor(at_once) as threads:
         for case, verdict in zip(chosen, threads.map(verdict_of, chosen), strict=True):
             found.setdefault((case.fault.title, case.engine), {})[case.variant] = verdict
     return found
