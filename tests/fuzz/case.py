@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any
 
-__all__ = ["Case", "Model", "Node", "Sharding", "Step", "Unit", "read", "step"]
-
 
 class _Brief:
     """Printed without what has its default, so that a reproduction is short, and can be read."""

@@ -14,8 +14,6 @@ from fullshard.checkpoint import full_optim_state_dict, full_state_dict
 from fullshard.tensors.form import clean_name
 from tests.fuzz.reference import Reference
 
-__all__ = ["Differs", "compare_all", "compare_tensors", "compare_values"]
-
 TOLERANCE = 1e-10
 
 
@@ -55,14 +53,20 @@ def compare_values(model: nn.Module, reference: Reference, *, rank0_only: bool) 
     """All values, one by one, as in the unsharded model's ``named_parameters()``."""
     have = dict(iter_full_params(model, rank0_only=rank0_only))
     expected = dict(reference.model.named_parameters())
+    _compare_named("iter_full_params", have, expected, rank0_only=rank0_only)
+
+
+def _compare_named(
+    what: str, have: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, rank0_only: bool
+) -> None:
     if rank0_only and torch.distributed.get_rank():
         if have:
-            raise Differs("iter_full_params(rank0_only=True) gave something to another rank")
+            raise Differs(f"{what}(rank0_only=True) gave something to another rank")
         return
     if list(have) != list(expected):
-        raise Differs(f"names: {list(have)}, expected {list(expected)}")
+        raise Differs(f"names of {what}: {list(have)}, expected {list(expected)}")
     for name, value in have.items():
-        compare_tensors(f"parameter {name}", value, expected[name])
+        compare_tensors(f"parameter {name} of {what}", value, expected[name])
 
 
 def compare_gradients(model: nn.Module, reference: Reference) -> None:
@@ -103,14 +107,7 @@ def _compare_state(what: str, have: Any, expected: Any) -> None:
         raise Differs(f"{what}: {have!r}, expected {expected!r}")
 
 
-def compare_states(model: nn.Module, expected: Mapping[str, Any], **options: bool) -> None:
+def compare_states(model: nn.Module, expected: Mapping[str, Any], *, rank0_only: bool) -> None:
     """Full state dicts, with buffers."""
-    have = full_state_dict(model, **options)
-    if options.get("rank0_only", True) and torch.distributed.get_rank():
-        if have:
-            raise Differs("full_state_dict(rank0_only=True) gave something to another rank")
-        return
-    if list(have) != list(expected):
-        raise Differs(f"state dict: {list(have)}, expected {list(expected)}")
-    for name, value in have.items():
-        compare_tensors(f"state dict's {name}", value, expected[name])
+    have = full_state_dict(model, rank0_only=rank0_only)
+    _compare_named("full_state_dict", have, expected, rank0_only=rank0_only)

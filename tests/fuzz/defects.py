@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,8 +14,6 @@ from fullshard.engine.reduce import Gradients
 from fullshard.frontend.places import Places
 from tests.fuzz.case import Case
 from tests.fuzz.run import run_cases
-
-__all__ = ["DEFECTS", "run_with_defect"]
 
 Changed = Callable[..., Any]
 
@@ -31,23 +29,12 @@ def _scaled_gradients(plain: Changed) -> Changed:
     return changed
 
 
-def _lost_gradients(plain: Changed) -> Changed:
-    """What waited for a backward that reduces is forgotten."""
+def _lost(name: str, plain: Changed) -> Changed:
+    """Gradients that wait are forgotten: for a backward that reduces, or for the replicas."""
 
     @wraps(plain)
     def changed(self: Gradients) -> Any:
-        self._waiting.pending = None
-        return plain(self)
-
-    return changed
-
-
-def _lost_partial_sums(plain: Changed) -> Changed:
-    """What waited for the replicas is forgotten."""
-
-    @wraps(plain)
-    def changed(self: Gradients) -> Any:
-        self._waiting.partial = None
+        setattr(self._waiting, name, None)
         return plain(self)
 
     return changed
@@ -80,9 +67,9 @@ class Defect(NamedTuple):
 
 DEFECTS = {
     "scaled gradients": Defect(Gradients, "_edit", _scaled_gradients),
-    "lost gradients": Defect(Gradients, "_take", _lost_gradients, ("sync=False",)),
+    "lost gradients": Defect(Gradients, "_take", partial(_lost, "pending"), ("sync=False",)),
     "lost partial sums": Defect(
-        Gradients, "_end_first_half", _lost_partial_sums, ("partial=True",)
+        Gradients, "_end_first_half", partial(_lost, "partial"), ("partial=True",)
     ),
     "unseen writes": Defect(
         Unit, "was_written", _unseen_writes, ("'set_reshard_after_backward', args=(False", "edit")

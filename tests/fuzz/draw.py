@@ -9,8 +9,6 @@ from typing import Any
 
 from tests.fuzz.case import Model, Node, Sharding, Unit
 
-__all__ = ["below", "draw_case", "owners_of", "sharding_of"]
-
 KINDS = {  # with parameters that are tied to others of their shape
     "sequence": {},
     "residual": {},

@@ -10,8 +10,6 @@ from tests.fuzz.case import Case
 from tests.fuzz.draw import draw_case
 from tests.fuzz.program import draw_program
 
-__all__ = ["MAX_WORLD", "generate", "world_of"]
-
 MAX_WORLD = 4
 
 OPTIMIZERS: Sequence[tuple[str, dict[str, Any]]] = (

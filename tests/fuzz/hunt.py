@@ -17,8 +17,6 @@ from tests.fuzz.run import run_cases
 from tests.fuzz.shrink import shrink
 from tests.ranks.pool import RankError, RankPool
 
-__all__ = ["Failure", "Figures", "hunt", "run_case", "shrunk"]
-
 Run = Callable[..., object]
 """What runs cases on ranks: ``run_cases``, or that with a defect planted."""
 

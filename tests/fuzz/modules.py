@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.case import Model, Node
 
-__all__ = ["VOCAB", "Block", "Planned", "Record", "blocks_of", "build", "invoke"]
-
 VOCAB = 5
 
 

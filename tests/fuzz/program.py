@@ -8,8 +8,6 @@ from typing import Any
 from tests.fuzz.case import Model, Sharding, Step, step
 from tests.fuzz.draw import below, sharding_of
 
-__all__ = ["draw_program"]
-
 
 def draw_program(draw: Random, model: Model, sharding: Sharding, world: int) -> tuple[Step, ...]:
     """Phases of training, each with things that happen around it."""
@@ -55,6 +53,10 @@ class _Writer:
         """Whether it is so this time."""
         return self.draw.random() < share
 
+    def some_of(self, **shares: tuple[float, Any]) -> dict[str, Any]:
+        """Options, each of which is given in a share of all cases, by share and value."""
+        return {name: value for name, (share, value) in shares.items() if self.chance(share)}
+
     def node(self) -> int:
         """Any node of the model."""
         return self.draw.choice(self.nodes)
@@ -65,27 +67,15 @@ class _Writer:
 
     def train(self) -> Step:
         self.batch += 1
-        options: dict[str, Any] = {"batch": self.batch}
-        if self.chance(0.15):
-            options["sync"] = False
         has_replicas = len(self.sharding.mesh) == 2 and self.sharding.mesh[0] > 1
-        if self.sharding.face == "modules" and has_replicas and self.chance(0.25):
-            options["partial"] = True
-        if self.chance(0.1):
-            options["last"] = False
-        if self.chance(0.15):
-            options["forwards"] = 2
-        if self.chance(0.1):
-            options["backwards"] = 2
-        return step("train", **options)
+        shares = {"sync": (0.15, False)}
+        if self.sharding.face == "modules" and has_replicas:
+            shares["partial"] = (0.25, True)
+        options = self.some_of(**shares, last=(0.1, False), forwards=(0.15, 2), backwards=(0.1, 2))
+        return step("train", batch=self.batch, **options)
 
     def any_zero(self) -> Step:
-        options = {}
-        if self.chance(0.3):
-            options["by_module"] = True
-        if self.chance(0.3):
-            options["to_none"] = False
-        return step("zero", **options)
+        return step("zero", **self.some_of(by_module=(0.3, True), to_none=(0.3, False)))
 
     def any_evaluate(self) -> Step:
         self.batch += 1
@@ -96,21 +86,13 @@ class _Writer:
         return step("edit", factor=self.draw.choice((0.5, -1.0, 0.9)))
 
     def any_lend(self) -> Step:
-        options: dict[str, Any] = {"node": self.node()}
-        for name in ("rank0_only", "offload_to_cpu", "with_grads"):
-            if self.chance(0.3):
-                options[name] = True
-        for name in ("recurse", "writeback"):
-            if self.chance(0.25):
-                options[name] = False
+        shares: dict[str, Any] = dict.fromkeys(
+            ("rank0_only", "offload_to_cpu", "with_grads"), (0.3, True)
+        )
+        shares |= dict.fromkeys(("recurse", "writeback"), (0.25, False))
         if self.sharding.face == "modules":
-            if self.chance(0.2):
-                options["check"] = True
-            if self.chance(0.3):
-                options["on_error"] = "discard"
-        if self.chance(0.2):
-            options["fails"] = True
-        return step("lend", **options)
+            shares |= {"check": (0.2, True), "on_error": (0.3, "discard")}
+        return step("lend", node=self.node(), **self.some_of(**shares, fails=(0.2, True)))
 
     def any_freeze(self) -> Step:
         return step("freeze", node=self.node(), value=self.chance(0.5))
@@ -130,9 +112,9 @@ class _Writer:
     def any_fail(self) -> Step:
         self.batch += 1
         where = self.draw.choice(("forward", "backward"))
-        options = {"node": self.node(), "where": where, "batch": self.batch}
-        if self.sharding.face == "modules" and self.chance(0.5):
-            options["reset"] = True
+        options: dict[str, Any] = {"node": self.node(), "where": where, "batch": self.batch}
+        if self.sharding.face == "modules":
+            options |= self.some_of(reset=(0.5, True))
         return step("fail", **options)
 
     def any_copy(self) -> Step:

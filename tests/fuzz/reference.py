@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ from tests.fuzz.case import Case, Sharding
 from tests.fuzz.draw import owners_of
 from tests.fuzz.modules import VOCAB, Block, Planned, blocks_of, build, invoke
 from tests.fuzz.sharding import make_optimizer
-
-__all__ = ["ROWS", "Batch", "Reference", "batch_of", "loss_of"]
 
 ROWS = 2
 """Of each rank's batch."""
@@ -39,6 +37,19 @@ def batch_of(case: Case, number: int) -> Batch:
 def loss_of(output: Tensor, weights: Tensor) -> Tensor:
     """The mean over rows, so that ranks' means have the whole batch's as their mean."""
     return (torch.tanh(output) * weights).sum(1).mean()
+
+
+def forward_of(model: nn.Module, batches: list[Batch]) -> tuple[list[Tensor], Tensor]:
+    """Run a forward for each batch; return the outputs, and the sum of their losses."""
+    outputs = [invoke(model, x, ids) for x, ids, _ in batches]
+    losses = [loss_of(o, w) for o, (_, _, w) in zip(outputs, batches, strict=True)]
+    return outputs, torch.stack(losses).sum()
+
+
+def backward_of(total: Tensor, backwards: int) -> None:
+    """Run backward so many times; never if everything is frozen."""
+    for number in range(backwards if total.requires_grad else 0):
+        total.backward(retain_graph=number + 1 < backwards)
 
 
 class Reference:
@@ -74,23 +85,13 @@ class Reference:
         self.all_reduce = [True] * len(sharding.units)
         self.has_replicas = len(sharding.mesh) == 2 and sharding.mesh[0] > 1
         self.is_flat = sharding.face == "flat"
-        self.pending.clear()
-        for param in self.model.parameters():
-            param.grad = None
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        """The output, whatever the root gives it in."""
-        return invoke(self.model, x, ids)
+        self.forget_gradients()
 
     def train(self, batches: list[Batch], *, backwards: int) -> list[Tensor]:
         """Forwards, then one or more backwards of the sum of their losses; the outputs."""
-        outputs = [self.forward(x, ids) for x, ids, _ in batches]
-        losses = [loss_of(o, w) for o, (_, _, w) in zip(outputs, batches, strict=True)]
-        total = torch.stack(losses).sum()
-        if total.requires_grad:  # else everything is frozen, and there is no backward
-            with self.aside():
-                for number in range(backwards):
-                    total.backward(retain_graph=number + 1 < backwards)
+        outputs, total = forward_of(self.model, batches)
+        with self.aside() if total.requires_grad else nullcontext():
+            backward_of(total, backwards)
         return outputs
 
     @contextmanager
@@ -133,8 +134,7 @@ class Reference:
     def forget_gradients(self) -> None:
         """No gradients, and none that wait."""
         self.pending.clear()
-        for param in self.model.parameters():
-            param.grad = None
+        self.model.zero_grad()
 
     def blocks(self) -> dict[int, Block]:
         """By number."""

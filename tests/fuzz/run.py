@@ -16,8 +16,6 @@ from tests.fuzz.generate import generate
 from tests.fuzz.sharding import forget_meshes
 from tests.fuzz.twins import Twins
 
-__all__ = ["CaseFailed", "kind_of", "perform", "run_cases"]
-
 
 class CaseFailed(Exception):
     """The message tells the seed and the step, the cause is what happened."""

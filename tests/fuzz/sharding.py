@@ -26,8 +26,6 @@ from fullshard.optim import ShardedOptimizer
 from tests.fuzz.case import Sharding
 from tests.fuzz.modules import Block, blocks_of
 
-__all__ = ["forget_meshes", "make_optimizer", "shard"]
-
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
 
@@ -117,5 +115,4 @@ def make_optimizer(
     cls = getattr(torch.optim, name.removeprefix("Sharded"))
     if is_sharded and not plain:
         return ShardedOptimizer(groups, cls, **options)
-    made: torch.optim.Optimizer = cls(groups, **options)
-    return made
+    return cls(groups, **options)

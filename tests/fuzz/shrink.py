@@ -8,8 +8,6 @@ from typing import Any
 
 from tests.fuzz.case import Case, Node, Sharding, Step, Unit
 
-__all__ = ["shrink", "smaller"]
-
 
 def shrink(case: Case, fails_alike: Callable[[Case], bool], *, tries: int = 200) -> Case:
     """The smallest that is found by taking away one thing after the other."""

@@ -15,15 +15,6 @@ from fullshard import checkpoint
 from fullshard.errors import ConfigError
 from tests.fuzz.compare import Differs, compare_tensors
 
-__all__ = [
-    "Pair",
-    "change",
-    "compare_and_change",
-    "through_files",
-    "through_full",
-    "through_sharded",
-]
-
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 

@@ -32,7 +32,7 @@ from tests.fuzz.compare import (
 )
 from tests.fuzz.draw import below
 from tests.fuzz.modules import Planned, blocks_of, build, invoke
-from tests.fuzz.reference import ROWS, Batch, Reference, batch_of, loss_of
+from tests.fuzz.reference import ROWS, Batch, Reference, backward_of, batch_of, forward_of
 from tests.fuzz.sharding import make_optimizer, shard
 from tests.fuzz.transfers import (
     Pair,
@@ -42,8 +42,6 @@ from tests.fuzz.transfers import (
     through_full,
     through_sharded,
 )
-
-__all__ = ["Twins"]
 
 Spot = tuple[int, str]
 """The number of a block, and the name of a parameter in it."""
@@ -87,7 +85,7 @@ class Twins:
         self._begin_with(self.model, None)
 
     def _begin_with(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self.model = model
+        self.model: Any = model
         self.handles.clear()
         self.blocks = blocks_of(model)
         self.shards = list(model.parameters())
@@ -136,7 +134,8 @@ class Twins:
         batches = [batch_of(self.case, 10 * batch + number) for number in range(forwards)]
         own = [self._own(one) for one in batches]
         with self._waiting(sync=sync, all_reduce=not partial):
-            outputs = self._forward_backward(own, backwards)
+            outputs, total = forward_of(self.model, own)
+            backward_of(total, backwards)
         reference = self.reference
         flags = reference.sync, reference.all_reduce
         reference.sync = [flag and sync for flag in flags[0]]
@@ -149,14 +148,6 @@ class Twins:
             grad = None if whole.grad is None else whole.grad * self.case.world
             self._compare_rows("gradient of the input", x.grad, grad)
 
-    def _forward_backward(self, batches: list[Batch], backwards: int) -> list[Tensor]:
-        outputs = [invoke(self.model, x, ids) for x, ids, _ in batches]
-        losses = [loss_of(o, w) for o, (_, _, w) in zip(outputs, batches, strict=True)]
-        total = torch.stack(losses).sum()
-        for number in range(backwards if total.requires_grad else 0):
-            total.backward(retain_graph=number + 1 < backwards)
-        return outputs
-
     @contextmanager
     def _waiting(self, *, sync: bool, all_reduce: bool) -> Iterator[None]:
         """Gradients wait for a later backward, unless both are true."""
@@ -168,9 +159,9 @@ class Twins:
                 yield
             return
         if not sync:
-            self._root.set_requires_gradient_sync(False)
+            self.model.set_requires_gradient_sync(False)
         if not all_reduce:
-            self._root.set_requires_all_reduce(False)
+            self.model.set_requires_all_reduce(False)
         try:
             yield
         finally:
@@ -185,15 +176,11 @@ class Twins:
         if self.sharding.face != "modules":
             yield
             return
-        self._root.set_is_last_backward(False)
+        self.model.set_is_last_backward(False)
         try:
             yield
         finally:
-            self._root.set_is_last_backward(True)
-
-    @property
-    def _root(self) -> Any:
-        return self.model
+            self.model.set_is_last_backward(True)
 
     def fail(self, node: int, where: str, batch: int, reset: bool = False) -> None:
         """A forward or backward in which a module raises, on all ranks; then everything is new."""
@@ -213,9 +200,9 @@ class Twins:
             raise Differs("an exception of a module came out of the sharded model only")
         blocks[1].fails = ""
         if reset:
-            self._root.reset_iter_state()
+            self.model.reset_iter_state()
         elif self.sharding.face == "modules":
-            self._root.clear_pending_gradients()
+            self.model.clear_pending_gradients()
         self.optimizer.zero_grad()
         self.model.zero_grad()
         self.reference.forget_gradients()
@@ -269,7 +256,7 @@ class Twins:
             x, ids, _ = self._own(whole)
             have = invoke(self.model, x, ids)
         with modes[mode]():
-            expected = self.reference.forward(*whole[:2])
+            expected = invoke(self.reference.model, *whole[:2])
         self._compare_rows("output", have, expected)
 
     def mode(self, training: bool) -> None:
