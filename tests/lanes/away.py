@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-__all__ = ["AWAY", "bring"]
-
 AWAY = "away"
 
 

@@ -20,8 +20,6 @@ from tests.lanes.clocks import Access, Block, Flight, RaceError, Timeline, Trace
 from tests.lanes.fake import Accelerator
 from tests.lanes.places import BEFORE, Place, here
 
-__all__ = ["Booking", "is_plain"]
-
 _SHAPES_ONLY = frozenset(
     "empty empty_strided empty_like zeros_like ones_like full_like rand_like randn_like"
     " randint_like new_empty new_empty_strided new_zeros new_ones new_full is_same_size"

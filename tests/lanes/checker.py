@@ -32,8 +32,6 @@ from tests.lanes.fake import Accelerator
 from tests.lanes.places import here
 from tests.lanes.wire import TracedWire
 
-__all__ = ["Checker", "current_checker"]
-
 _current: ContextVar[Checker] = ContextVar("checker")
 _SHOWN = 5  # races in an error
 

@@ -40,8 +40,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.lanes.places import BEFORE, Place
 
-__all__ = ["Access", "Block", "Clock", "Flight", "RaceError", "Timeline", "Trace"]
-
 Clock = dict["Timeline", int]
 
 _UNAWAITED = "Nobody has waited for the collective yet."

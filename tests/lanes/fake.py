@@ -12,8 +12,6 @@ from torch.autograd.graph import Node
 from tests.lanes.clocks import Clock, Timeline, Trace
 from tests.lanes.nodes import Backward, current_node
 
-__all__ = ["Accelerator", "Event", "Stream"]
-
 
 class Stream:
     """A stream of the fake accelerator; its work is done when it is issued."""

@@ -23,13 +23,10 @@ from tests.lanes.clocks import Clock
 if TYPE_CHECKING:
     from tests.lanes.fake import Stream
 
-__all__ = ["Backward", "current_node"]
-
 
 def current_node() -> Node | None:
     """The node that autograd runs in this thread; None: no backward, or its end."""
-    node: Node | None = torch._C._current_autograd_node()
-    return node
+    return torch._C._current_autograd_node()
 
 
 @dataclass

@@ -11,8 +11,6 @@ import torch
 
 import fullshard
 
-__all__ = ["BEFORE", "Place", "here"]
-
 _SOURCE = str(Path(fullshard.__file__).parent) + "/"
 _TESTS = str(Path(__file__).parents[1]) + "/"
 _OURS = {str(Path(__file__).parent / f"{name}.py") for name in (

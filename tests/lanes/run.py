@@ -15,8 +15,6 @@ from tests.lanes.clocks import RaceError
 from tests.lanes.programs import PROGRAMS
 from tests.lanes.solo import solo
 
-__all__ = ["first_failure"]
-
 
 def first_failure() -> str:
     """The first program that fails, and how; empty: none."""

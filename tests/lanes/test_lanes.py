@@ -19,14 +19,16 @@ from fullshard.comm import Pending
 from fullshard.device import Buffer, BufferKind, Lane, StorageMeter, host_tensor
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import spec as bucket_spec
+from fullshard.tensors import local_part
 from tests.lanes.checked import checked
 from tests.lanes.checker import Checker
 from tests.lanes.clocks import RaceError
 from tests.lanes.fake import Stream
 from tests.lanes.programs import PROGRAMS
 from tests.lanes.programs.base import LAYOUTS
-from tests.lanes.solo import Echo, solo
+from tests.lanes.solo import solo
 from tests.lanes.wire import TracedWire
+from tests.ranks.net import make, shard
 
 
 @contextmanager
@@ -159,8 +161,8 @@ def read(output: Tensor, source: Tensor) -> None:
 @pytest.mark.parametrize("waited", [True, False])
 def test_memory_of_a_collective_in_flight(touch: Any, waited: bool) -> None:
     told = () if waited else ("by a collective on wire 1", "Nobody has waited for the collective")
-    with watched(*told) as checker, solo(2):
-        wire = checker._wrap(Echo(dist.group.WORLD, "cpu"))
+    with watched(*told), solo(2):
+        wire = comm.collectives_of(dist.init_device_mesh("cpu", (2,)))
         output, source = torch.empty(8), torch.zeros(4)
         pending = wire.all_gather([output], [source])
         source.sum()  # who only reads what is only read does no harm
@@ -171,8 +173,8 @@ def test_memory_of_a_collective_in_flight(touch: Any, waited: bool) -> None:
 
 
 def test_memory_of_a_collective_is_freed_in_flight() -> None:
-    with watched("freed while in flight") as checker, solo(2):
-        wire = checker._wrap(Echo(dist.group.WORLD, "cpu"))
+    with watched("freed while in flight"), solo(2):
+        wire = comm.collectives_of(dist.init_device_mesh("cpu", (2,)))
         pending = wire.all_reduce_mean(torch.zeros(4))
         torch.zeros(4)
         pending.wait()
@@ -286,6 +288,15 @@ def test_programs_have_no_races(name: str) -> None:
     assert figures["lanes"] >= 4 and figures["accesses"] > 1000
 
 
+def test_offloaded_shards_lie_on_the_host() -> None:
+    """Or no program would use the joins of offloading."""
+    checker = Checker()
+    with checker.attached(), solo(2):
+        model = shard(make(), offload_policy=fullshard.CPUOffloadPolicy())
+        for param in model.parameters():
+            assert checker.booking.block_of(local_part(param)).on_host
+
+
 class Block(nn.Linear):
     """Tells how far the stream that computes has got when it has computed."""
 
@@ -332,4 +343,4 @@ def test_gathers_do_not_wait_for_the_unit_before(
 def test_nothing_is_wrapped_afterwards() -> None:
     with solo(2):
         mesh = dist.init_device_mesh("cpu", (2,))
-        assert isinstance(comm.collectives_of(mesh), Echo)
+        assert isinstance(comm.collectives_of(mesh), comm.DryWire)

@@ -16,8 +16,6 @@ from tests.lanes.places import here
 if TYPE_CHECKING:
     from tests.lanes.checker import Checker
 
-__all__ = ["TracedWire"]
-
 
 @dataclass(frozen=True)
 class TracedWire(Wrapper):

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import (
@@ -30,76 +30,65 @@ from fullshard.checkpoint import full_state_dict, load_full_state_dict
 from fullshard.device import HostReader, host_tensor
 from tests.lanes.checker import current_checker
 from tests.lanes.fake import Stream
-from tests.lanes.programs.base import both_layouts, program, step, steps, units_of
+from tests.lanes.programs.base import backward, both_layouts, program, script, step, steps, units_of
 from tests.ranks.net import batch, make, optimizer_of
 
 
-@program()
-def read_by_the_host() -> float:
+@script
+def read_by_the_host(model: Any) -> None:
     """What a step wrote is copied to the host, as a save beside the training does, and read."""
-
-    def script(model: Any) -> None:
-        checker = current_checker()
-        optimizer = optimizer_of(model)
-        own = [
-            _dtensor.local_of(param).detach() if units_of(model) else param.detach()
-            for param in model.parameters()
-        ]
-        copies = [host_tensor(one.numel(), one.dtype, pinned=False) for one in own]
-        for copied in copies:
-            checker.on_host(copied)
-        for number in range(2):
-            step(model, optimizer, number)
-            with patch.object(torch, "get_device_module", return_value=checker.accelerator):
-                reader = HostReader(torch.device("cuda"))
-            for local, copied in zip(own, copies, strict=True):
-                reader.read(local.reshape(-1), copied)
-                copied.tolist()
-
-    return both_layouts(script)
+    checker = current_checker()
+    optimizer = optimizer_of(model)
+    own = [
+        _dtensor.local_of(param).detach() if units_of(model) else param.detach()
+        for param in model.parameters()
+    ]
+    copies = [host_tensor(one.numel(), one.dtype, pinned=False) for one in own]
+    for copied in copies:
+        checker.on_host(copied)
+    for number in range(2):
+        step(model, optimizer, number)
+        with patch.object(torch, "get_device_module", return_value=checker.accelerator):
+            reader = HostReader(torch.device("cuda"))
+        for local, copied in zip(own, copies, strict=True):
+            reader.read(local.reshape(-1), copied)
+            copied.tolist()
 
 
-@program()
-def hooks_on_streams() -> float:
+@script
+def hooks_on_streams(model: Any) -> None:
     """The user's streams and events."""
+    accelerator = current_checker().accelerator
+    theirs = accelerator.Stream()
 
-    def script(model: Any) -> None:
-        accelerator = current_checker().accelerator
-        theirs = accelerator.Stream()
+    def doubled(row: Tensor) -> None:
+        with accelerator.stream(accelerator.current_stream()):
+            row.mul_(2)
 
-        def doubled(row: Tensor) -> None:
-            with accelerator.stream(accelerator.current_stream()):
-                row.mul_(2)
-
-        units = units_of(model)
-        for unit in units:
-            unit.set_all_reduce_hook(doubled, stream=theirs)
-            unit.set_gradient_divide_factor(4)  # of 2 ranks, so 1/2 of the mean
-        optimizer = optimizer_of(model)
-        for number in range(3):
-            step(model, optimizer, number)
-            if units:
-                event = accelerator.Event()
-                event.record(accelerator.current_stream())
-                model.set_post_optim_event(event)
-
-    return both_layouts(script)
+    units = units_of(model)
+    for unit in units:
+        unit.set_all_reduce_hook(doubled, stream=theirs)
+        unit.set_gradient_divide_factor(4)  # of 2 ranks, so 1/2 of the mean
+    optimizer = optimizer_of(model)
+    for number in range(3):
+        step(model, optimizer, number)
+        if units:
+            event = accelerator.Event()
+            event.record(accelerator.current_stream())
+            model.set_post_optim_event(event)
 
 
-@program()
-def separate_groups_and_shared_lanes() -> float:
-    def script(model: Any) -> None:
-        if isinstance(model, FSDPModule):
-            model.set_separate_reduce_scatter_group()
-            model.set_reduce_scatter_max_input_buffers(4)
-            other = fully_shard(make())
-            share_comm_ctx([model, other])
-            optimizer = optimizer_of(other)
-            for number in range(2):
-                step(other, optimizer, number)
-        steps(model)
-
-    return both_layouts(script)
+@script
+def separate_groups_and_shared_lanes(model: Any) -> None:
+    if isinstance(model, FSDPModule):
+        model.set_separate_reduce_scatter_group()
+        model.set_reduce_scatter_max_input_buffers(4)
+        other = fully_shard(make())
+        share_comm_ctx([model, other])
+        optimizer = optimizer_of(other)
+        for number in range(2):
+            step(other, optimizer, number)
+    steps(model)
 
 
 @program()
@@ -180,27 +169,21 @@ class OwnReduce(OwnComm, ReduceScatter):
         return self.run(lambda: _collectives.reduce_scatter(group, output, source, op).wait())
 
 
-@program()
-def custom_collectives() -> float:
-    def script(model: Any) -> None:
-        for unit in units_of(model):
-            unit.set_custom_all_gather(OwnGather())
-            unit.set_custom_reduce_scatter(OwnReduce())
-        steps(model)
-
-    return both_layouts(script)
+@script
+def custom_collectives(model: Any) -> None:
+    for unit in units_of(model):
+        unit.set_custom_all_gather(OwnGather())
+        unit.set_custom_reduce_scatter(OwnReduce())
+    steps(model)
 
 
-@program()
-def times_waited() -> float:
-    def script(model: Any) -> None:
-        optimizer = optimizer_of(model)
-        for number in range(3):
-            step(model, optimizer, number)
-            if isinstance(model, FSDPModule):
-                model.waited_s()
-
-    return both_layouts(script)
+@script
+def times_waited(model: Any) -> None:
+    optimizer = optimizer_of(model)
+    for number in range(3):
+        step(model, optimizer, number)
+        if isinstance(model, FSDPModule):
+            model.waited_s()
 
 
 @program(world=4)
@@ -229,27 +212,21 @@ def flat(strategy: ShardingStrategy, **options: Any) -> float:
     for number in range(3):
         for one, optimizer in zip((plain, model), optimizers, strict=True):
             with model.no_sync() if one is model else nullcontext():
-                one(batch(number)).square().mean().backward()
-            one(batch(number + 1)).square().mean().backward()
+                backward(one, number)
+            backward(one, number + 1)
             optimizer.step()
             optimizer.zero_grad()
-    with FSDP.summon_full_params(model):
-        ours = [value.detach().clone() for value in model.parameters()]
-    return max((a - b).abs().max().item() for a, b in zip(ours, plain.parameters(), strict=True))
+    return flat_apart(model, plain)
 
 
-@program()
-def broadcast_states() -> float:
+@script
+def broadcast_states(model: Any) -> None:
     """A state dict that rank 0 has alone."""
-
-    def script(model: Any) -> None:
-        steps(model)
-        if isinstance(model, FSDPModule):
-            whole = full_state_dict(model, rank0_only=False)
-            load_full_state_dict(model, whole, broadcast_from_rank0=True)
-        steps(model)
-
-    return both_layouts(script)
+    steps(model)
+    if isinstance(model, FSDPModule):
+        whole = full_state_dict(model, rank0_only=False)
+        load_full_state_dict(model, whole, broadcast_from_rank0=True)
+    steps(model)
 
 
 @program(world=4)
@@ -272,6 +249,11 @@ def hooked(strategy: ShardingStrategy) -> float:
     model.register_comm_hook(None, keep if strategy is ShardingStrategy.NO_SHARD else cut)
     for one in (plain, model):
         steps(one)
+    return flat_apart(model, plain)
+
+
+def flat_apart(model: FSDP, plain: nn.Module) -> float:
+    """Return the largest difference between full parameters."""
     with FSDP.summon_full_params(model):
         ours = [value.detach().clone() for value in model.parameters()]
     return max((a - b).abs().max().item() for a, b in zip(ours, plain.parameters(), strict=True))

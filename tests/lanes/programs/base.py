@@ -7,6 +7,7 @@ how far apart the parameters end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,6 @@ from torch import nn
 
 from fullshard import FSDPModule, PerParameter, Ragged
 from tests.ranks.net import batch, optimizer_of, train_both
-
-__all__ = ["LAYOUTS", "PROGRAMS", "Program", "both_layouts", "program", "step", "steps", "units_of"]
 
 LAYOUTS = (PerParameter(), Ragged())
 
@@ -43,11 +42,22 @@ def program(world: int = 2, tolerance: float = 1e-10) -> Callable[[Callable[[], 
     return add
 
 
+def script(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Enter a training of one model in ``PROGRAMS``, in both layouts on two ranks."""
+    PROGRAMS.append(Program(run.__name__, partial(both_layouts, run)))
+    return run
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
     """Train one step; the host waits for nothing, which would order all that follows."""
-    model(batch(number, next(model.parameters()).dtype)).square().mean().backward()
+    backward(model, number)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def backward(model: nn.Module, number: int) -> None:
+    """Run forward and backward on one batch."""
+    model(batch(number, next(model.parameters()).dtype)).square().mean().backward()
 
 
 def steps(model: nn.Module, num: int = 3) -> None:

@@ -12,10 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from fullshard import FSDPModule
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
-from tests.lanes.programs.base import both_layouts, program
-from tests.ranks.net import batch
-
-__all__: list[str] = []
+from tests.lanes.programs.base import backward, both_layouts, program, script, step
 
 
 def made(model: Any, cls: type[Optimizer], fraction: float, **options: Any) -> Optimizer:
@@ -49,7 +46,7 @@ def states_on_the_host() -> float:
             for last in (False, True):
                 if isinstance(model, FSDPModule):
                     model.set_requires_gradient_sync(last)
-                model(batch(number + last)).square().mean().backward()
+                backward(model, number + last)
             clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
@@ -59,24 +56,20 @@ def states_on_the_host() -> float:
     return max(both_layouts(lambda model, f=f: script(f, model)) for f in (0.5, 1.0))
 
 
-@program()
-def states_that_are_joined_on_the_host() -> float:
+@script
+def states_that_are_joined_on_the_host(model: Any) -> None:
     """Runs split where gradients are missing, and are joined again; the host copies their state."""
-
-    def script(model: Any) -> None:
-        options = {"host_fraction": 1.0} if isinstance(model, FSDPModule) else {}
-        cls: Any = partial(ShardedOptimizer, optimizer_class=SGD) if options else SGD
-        optimizer = cls(model.parameters(), lr=0.1, momentum=0.9, **options)
-        for number in range(6):
-            model(batch(number)).square().mean().backward()
-            if number == 0:
-                model.blocks[0].bias.grad = model.head.weight.grad = None
-            if number == 3:
-                model.blocks[1].weight.grad = model.scale.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return both_layouts(script)
+    options = {"host_fraction": 1.0} if isinstance(model, FSDPModule) else {}
+    cls: Any = partial(ShardedOptimizer, optimizer_class=SGD) if options else SGD
+    optimizer = cls(model.parameters(), lr=0.1, momentum=0.9, **options)
+    for number in range(6):
+        backward(model, number)
+        if number == 0:
+            model.blocks[0].bias.grad = model.head.weight.grad = None
+        if number == 3:
+            model.blocks[1].weight.grad = model.scale.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class New(Optimizer):
@@ -97,14 +90,9 @@ class New(Optimizer):
                 param.sub_(own["mean"] + own.get("other", 0), alpha=group["lr"])
 
 
-@program()
-def states_made_anew_on_the_host() -> float:
-    def script(model: Any) -> None:
-        optimizer = made(model, New, 1.0)
-        for number in range(4):
-            model(batch(number)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        read(optimizer)
-
-    return both_layouts(script)
+@script
+def states_made_anew_on_the_host(model: Any) -> None:
+    optimizer = made(model, New, 1.0)
+    for number in range(4):
+        step(model, optimizer, number)
+    read(optimizer)

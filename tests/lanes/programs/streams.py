@@ -15,8 +15,6 @@ from tests.lanes.programs.base import LAYOUTS, program
 from tests.ranks.models import fill
 from tests.ranks.net import apart, batch, optimizer_of
 
-__all__: list[str] = []
-
 
 class Branches(nn.Module):
     """One branch on a stream of its own; the module around them has parameters on both sides."""

@@ -23,7 +23,7 @@ from fullshard import (
 )
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
-from tests.lanes.programs.base import LAYOUTS, both_layouts, program, steps
+from tests.lanes.programs.base import LAYOUTS, backward, both_layouts, program, script, step, steps
 from tests.ranks.models import Experts
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard
 from tests.ranks.test_extensions import Halves, wrapped
@@ -46,46 +46,39 @@ def mixed_precision() -> float:
     return both_layouts(steps, mp_policy=LOW)
 
 
-@program()
-def memory_that_is_kept() -> float:
-    def script(model: Any) -> None:
-        if isinstance(model, FSDPModule):
-            model.set_keep_unsharded_storage(True)
-        steps(model)
-        if isinstance(model, FSDPModule):
-            model.set_keep_unsharded_storage(False)
-            model.set_reshard_after_backward(False)
-        steps(model)
-
-    return both_layouts(script)
+@script
+def memory_that_is_kept(model: Any) -> None:
+    if isinstance(model, FSDPModule):
+        model.set_keep_unsharded_storage(True)
+    steps(model)
+    if isinstance(model, FSDPModule):
+        model.set_keep_unsharded_storage(False)
+        model.set_reshard_after_backward(False)
+    steps(model)
 
 
-@program()
-def written_while_unsharded() -> float:
+@script
+def written_while_unsharded(model: Any) -> None:
     """Accumulated with and without reductions, clipped; the shards are written while gathered."""
-
-    def script(model: Any) -> None:
-        is_ours = isinstance(model, FSDPModule)
+    is_ours = isinstance(model, FSDPModule)
+    if is_ours:
+        optimizer: Any = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    else:
+        optimizer = optimizer_of(model)
+    for number in range(2):
+        backward(model, number)
         if is_ours:
-            optimizer: Any = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
-        else:
-            optimizer = optimizer_of(model)
-        for number in range(2):
-            model(batch(number)).square().mean().backward()
-            if is_ours:
-                model.set_requires_gradient_sync(False)
-            model(batch(number + 1)).square().mean().backward()
-            if is_ours:
-                model.set_requires_gradient_sync(True)
-            model(batch(number + 2)).square().mean().backward()
-            clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            with unsharded(model) as params, torch.no_grad():
-                for param in params:
-                    param.mul_(1.01)
-
-    return both_layouts(script)
+            model.set_requires_gradient_sync(False)
+        backward(model, number + 1)
+        if is_ours:
+            model.set_requires_gradient_sync(True)
+        backward(model, number + 2)
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        with unsharded(model) as params, torch.no_grad():
+            for param in params:
+                param.mul_(1.01)
 
 
 @contextmanager
@@ -126,7 +119,7 @@ def replicas() -> float:
             for last in (False, True):
                 if isinstance(model, FSDPModule):
                     model.set_requires_all_reduce(last)
-                model(batch(number + last)).square().mean().backward()
+                backward(model, number + last)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -240,22 +233,18 @@ def absent_gradients() -> float:
     return apart(model, plain)
 
 
-@program()
-def finalized_by_hand() -> float:
+@script
+def finalized_by_hand(model: Any) -> None:
     """Reductions that are under way when backward has ended."""
-
-    def script(model: Any) -> None:
-        optimizer = optimizer_of(model)
-        for number in range(3):
-            if isinstance(model, FSDPModule):
-                model.set_manual_backward_finalization(True)
-            model(batch(number)).square().mean().backward()
-            if isinstance(model, FSDPModule):
-                model.finalize_backward(async_op=True).wait()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return both_layouts(script)
+    optimizer = optimizer_of(model)
+    for number in range(3):
+        if isinstance(model, FSDPModule):
+            model.set_manual_backward_finalization(True)
+        backward(model, number)
+        if isinstance(model, FSDPModule):
+            model.finalize_backward(async_op=True).wait()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Switching(Net):
@@ -283,15 +272,10 @@ def orders_that_change() -> float:
     return max(run(layout=layout) for layout in LAYOUTS)
 
 
-@program()
-def frozen_later() -> float:
-    def script(model: Any) -> None:
-        optimizer = optimizer_of(model)
-        for number in range(4):
-            model.blocks[0].weight.requires_grad_(number % 2 == 0)
-            model.scale.requires_grad_(number != 1)
-            model(batch(number)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return both_layouts(script)
+@script
+def frozen_later(model: Any) -> None:
+    optimizer = optimizer_of(model)
+    for number in range(4):
+        model.blocks[0].weight.requires_grad_(number % 2 == 0)
+        model.scale.requires_grad_(number != 1)
+        step(model, optimizer, number)
