@@ -35,31 +35,20 @@ HEAD = (
 WORLD, STEPS, BATCH, LENGTH, LONGEST = 2, 2, 4, 12, 64
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": LONGEST,
-}
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": LONGEST,
+}  # fmt: skip
 MARKS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 DECODER = {**SIZES, **MARKS, "num_key_value_heads": 2}
 GEMMA = {**DECODER, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 BERT = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 IMAGES = {"image_size": 8, "patch_size": 4}
-SEQ2SEQ = {
-    **MARKS,
-    "vocab_size": 300,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "decoder_start_token_id": 1,
-}
+TRANSLATOR = {
+    **MARKS, "vocab_size": 300, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "decoder_start_token_id": 1,
+}  # fmt: skip
 
 
 def tokens(first: int) -> Tensor:
@@ -119,139 +108,81 @@ class Architecture(NamedTuple):
     @property
     def is_causal(self) -> bool:
         """Whether the trainer can tune it."""
-        return self.auto == "ForCausalLM"
+        return self.auto == CAUSAL
 
 
 NOT_PACKED = "equal, with `--no-pack`"
 
+CAUSAL, MASKED, SEQ2SEQ = "ForCausalLM", "ForMaskedLM", "ForSeq2SeqLM"
+
 ARCHITECTURES = [
-    Architecture("llama", "ForCausalLM", "grouped queries", DECODER),
-    Architecture("qwen2", "ForCausalLM", "tied head", {**DECODER, "tie_word_embeddings": True}),
-    Architecture("qwen3", "ForCausalLM", "norms of queries and keys", {**DECODER, "head_dim": 8}),
-    Architecture(
-        "qwen3_moe",
-        "ForCausalLM",
-        "experts, fused in memory",
-        {**DECODER, **EXPERTS, "head_dim": 8, "num_experts": 4, "norm_topk_prob": True},
-    ),
-    Architecture("mistral", "ForCausalLM", "sliding window", {**DECODER, "sliding_window": 8}),
-    Architecture("mixtral", "ForCausalLM", "experts, renamed", {**DECODER, "num_local_experts": 4}),
-    Architecture("gemma2", "ForCausalLM", "capped logits, tied head", GEMMA),
-    Architecture(
-        "gemma3_text",
-        "ForCausalLM",
-        "two rotary tables, scaled embedding",
-        {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    Architecture("phi3", "ForCausalLM", "fused projections", DECODER),
-    Architecture(
-        "gpt2",
-        "ForCausalLM",
-        "transposed weights, tied head",
-        {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LONGEST}
-        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        | {"bos_token_id": 1, "eos_token_id": 2},
-    ),
-    Architecture(
-        "gpt_neox",
-        "ForCausalLM",
-        "names that depend on the class",
-        {**SIZES, **MARKS, "rotary_pct": 0.5},
-    ),
-    Architecture(
-        "gpt_oss",
-        "ForCausalLM",
-        "sinks, experts with biases",
-        {**DECODER, "num_experts_per_tok": 2, "num_local_experts": 4, "head_dim": 8}
-        | {"sliding_window": 8},
-        chats=NOT_PACKED,
-    ),
-    Architecture(
-        "deepseek_v3",
-        "ForCausalLM",
-        "latent attention, shared and routed experts, a dense block",
-        {**DECODER, **EXPERTS, "num_hidden_layers": 3, "n_routed_experts": 4, "n_group": 2}
-        | {"topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 16}
-        | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_mtp_layers": 0}
-        | {"num_key_value_heads": 4},
-    ),
-    Architecture("olmo2", "ForCausalLM", "norms behind the layers", DECODER),
-    Architecture(
-        "falcon_h1",
-        "ForCausalLM",
-        "attention beside a state space",
-        {**DECODER, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8}
-        | {"mamba_chunk_size": 4},
-        chats=NOT_PACKED,
-    ),
-    Architecture(
-        "mamba",
-        "ForCausalLM",
-        "state space, tied head, no positions",
-        {"vocab_size": 300, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, **MARKS},
-    ),
-    Architecture("bert", "ForMaskedLM", "encoder, tied head and bias", {**BERT, "pad_token_id": 0}),
-    Architecture(
-        "roberta", "ForMaskedLM", "positions that follow the padding", {**BERT, "pad_token_id": 1}
-    ),
-    Architecture(
-        "t5",
-        "ForSeq2SeqLM",
-        "one embedding at four places, shared bias of positions",
-        {**MARKS, "vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
-        | {"num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 1},
-        translation,
-    ),
-    Architecture(
-        "marian",
-        "ForSeq2SeqLM",
-        "frozen sinusoids that are not saved",
-        {**SEQ2SEQ, "max_position_embeddings": LONGEST, "dropout": 0.0, "pad_token_id": 299},
-        translation,
-    ),
-    Architecture(
-        "whisper",
-        "ForSpeechSeq2Seq",
-        "convolutions, frozen sinusoids, tied head",
-        {
-            **SEQ2SEQ,
-            "num_mel_bins": 8,
-            "max_source_positions": LENGTH,
-            "max_target_positions": LONGEST,
-        }
-        | {"begin_suppress_tokens": [1, 2]},
-        speech,
-    ),
-    Architecture(
-        "vit",
-        "ForImageClassification",
-        "patches, a parameter as first token",
-        {**SIZES, **IMAGES, "num_labels": 5},
-        images,
-    ),
-    Architecture(
-        "resnet",
-        "ForImageClassification",
-        "batch norms with counters",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"}
-        | {"num_labels": 5},
-        large_images,
-        mixes_samples=True,
-    ),
-    Architecture(
-        "clip",
-        "",
-        "two towers, a scalar parameter, so `Ragged()` alone",
-        {
-            "text_config": {**SIZES, **MARKS, "projection_dim": 16},
-            "vision_config": {**SIZES, **IMAGES, "projection_dim": 16},
-            "projection_dim": 16,
-        },
-        captions,
-        mixes_samples=True,
-        has_scalars=True,
-    ),
-]
+    Architecture("llama", CAUSAL, "grouped queries", DECODER),
+    Architecture("qwen2", CAUSAL, "tied head", {**DECODER, "tie_word_embeddings": True}),
+    Architecture("qwen3", CAUSAL, "norms of queries and keys", {**DECODER, "head_dim": 8}),
+    Architecture("qwen3_moe", CAUSAL, "experts, fused in memory", {
+        **DECODER, **EXPERTS, "head_dim": 8, "num_experts": 4, "norm_topk_prob": True,
+    }),
+    Architecture("mistral", CAUSAL, "sliding window", {**DECODER, "sliding_window": 8}),
+    Architecture("mixtral", CAUSAL, "experts, renamed", {**DECODER, "num_local_experts": 4}),
+    Architecture("gemma2", CAUSAL, "capped logits, tied head", GEMMA),
+    Architecture("gemma3_text", CAUSAL, "two rotary tables, scaled embedding", {
+        **GEMMA, "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    Architecture("phi3", CAUSAL, "fused projections", DECODER),
+    Architecture("gpt2", CAUSAL, "transposed weights, tied head", {
+        "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LONGEST,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }),
+    Architecture("gpt_neox", CAUSAL, "names that depend on the class", {
+        **SIZES, **MARKS, "rotary_pct": 0.5,
+    }),
+    Architecture("gpt_oss", CAUSAL, "sinks, experts with biases", {
+        **DECODER, "num_experts_per_tok": 2, "num_local_experts": 4, "head_dim": 8,
+        "sliding_window": 8,
+    }, chats=NOT_PACKED),
+    Architecture("deepseek_v3", CAUSAL,
+                 "latent attention, shared and routed experts, a dense block", {
+        **DECODER, **EXPERTS, "num_hidden_layers": 3, "n_routed_experts": 4, "n_group": 2,
+        "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 16,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_mtp_layers": 0,
+        "num_key_value_heads": 4,
+    }),
+    Architecture("olmo2", CAUSAL, "norms behind the layers", DECODER),
+    Architecture("falcon_h1", CAUSAL, "attention beside a state space", {
+        **DECODER, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8,
+        "mamba_chunk_size": 4,
+    }, chats=NOT_PACKED),
+    Architecture("mamba", CAUSAL, "state space, tied head, no positions", {
+        "vocab_size": 300, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, **MARKS,
+    }),
+    Architecture("bert", MASKED, "encoder, tied head and bias", {**BERT, "pad_token_id": 0}),
+    Architecture("roberta", MASKED, "positions that follow the padding", {
+        **BERT, "pad_token_id": 1,
+    }),
+    Architecture("t5", SEQ2SEQ, "one embedding at four places, shared bias of positions", {
+        **MARKS, "vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
+        "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 1,
+    }, translation),
+    Architecture("marian", SEQ2SEQ, "frozen sinusoids that are not saved", {
+        **TRANSLATOR, "max_position_embeddings": LONGEST, "dropout": 0.0, "pad_token_id": 299,
+    }, translation),
+    Architecture("whisper", "ForSpeechSeq2Seq", "convolutions, frozen sinusoids, tied head", {
+        **TRANSLATOR, "num_mel_bins": 8, "max_source_positions": LENGTH,
+        "max_target_positions": LONGEST, "begin_suppress_tokens": [1, 2],
+    }, speech),
+    Architecture("vit", "ForImageClassification", "patches, a parameter as first token", {
+        **SIZES, **IMAGES, "num_labels": 5,
+    }, images),
+    Architecture("resnet", "ForImageClassification", "batch norms with counters", {
+        "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic",
+        "num_labels": 5,
+    }, large_images, mixes_samples=True),
+    Architecture("clip", "", "two towers, a scalar parameter, so `Ragged()` alone", {
+        "text_config": {**SIZES, **MARKS, "projection_dim": 16},
+        "vision_config": {**SIZES, **IMAGES, "projection_dim": 16}, "projection_dim": 16,
+    }, captions, mixes_samples=True, has_scalars=True),
+]  # fmt: skip
 
 
 class Result(NamedTuple):

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,132 +64,82 @@ class Entry(NamedTuple):
 
 def entries() -> list[Entry]:
     """All of them, in the order of the table."""
+    two, one = "FSDP2", "FSDP1"
     full, sharded = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
-    transformers, trl, alone = "transformers_trainer.py", "trl_sft.py", "accelerate_alone.py"
+    both, typed = ("transformers", "accelerate"), ("spmd_types",)
+
+    def of(framework: str, program: str, *needs: str, **also: Any) -> Callable[..., Entry]:
+        def entry(what: str, face: str, *arguments: str, **more: Any) -> Entry:
+            return Entry(framework, what, face, program, arguments, needs, **also | more)
+
+        return entry
+
+    accelerate = of("accelerate", "accelerate_alone.py")
     saves = "`Accelerator`, `save_state` and `load_state`"
-    flat = "`use_orig_params=False`"
-    trains, sft = "`Trainer`, resumed", "`SFTTrainer`, resumed"
+    transformers = of("transformers", "transformers_trainer.py", *both)
+    trains, flat = "`Trainer`, resumed", "`use_orig_params=False`"
+    distributed = of("transformers", "transformers_distributed.py")
+    fabric = of("lightning-fabric", "fabric.py")
+    lightning = of("lightning", "lightning_trainer.py")
+    parallel, fsdp = "`ModelParallelStrategy`", "`FSDPStrategy`"
+    trl, sft = of("trl", "trl_sft.py", *both), "`SFTTrainer`, resumed"
+    peft = of("peft", "peft_trainer.py", *both)
     lora = "LoRA in the `Trainer` of transformers, resumed"
-    lightning, fabric = "lightning_trainer.py", "fabric.py"
-    two, one = "`ModelParallelStrategy`", "`FSDPStrategy`"
-    titan, titans = "`Trainer`, Llama debug model, resumed by DCP", "torchtitan_trainer.py"
-    both = ("transformers", "accelerate")
-
-    def typed(what: str, *arguments: str, ranks: int = 2) -> Entry:
-        """torchtitan's default, which PyTorch's own FSDP runs since 2.14."""
-        what, given = f"{titan}, `spmd_types`, {what}", ("spmd_types", *arguments)
-        return Entry(
-            "torchtitan", what, "FSDP2", titans, given, ("spmd_types",), ranks=ranks, since=(2, 14)
-        )
-
+    peft_alone = of("peft", "peft_alone.py", *both)
+    merged = "`get_peft_model`, `set_peft_model_state_dict`, `merge_and_unload`"
+    torchtune = of("torchtune", "torchtune_full.py", "torchao")
+    torchtitan = of("torchtitan", "torchtitan_trainer.py", *typed)
+    # torchtitan's default, which PyTorch's own FSDP runs since 2.14
+    since = of("torchtitan", "torchtitan_trainer.py", *typed, since=(2, 14))
+    titan = "`Trainer`, Llama debug model, resumed by DCP"
+    titans, selective = f"{titan}, `spmd_types`", "bf16, selective activation checkpoints"
+    verl = of("verl", "verl_fsdp2.py", "transformers", "ray", "tensordict")
+    offloads = "`apply_fsdp2`, `fsdp2_load_full_state_dict`, offloaded between steps"
+    automodel = of("nemo-automodel", "automodel_fsdp2.py", "transformers")
+    ray = of("ray", "ray_train.py", by_torchrun=False)
+    prepares = 'Ray Train, `prepare_model(parallel_strategy="fsdp")`'
     return [
-        Entry("accelerate", f"{saves}, sharded", "FSDP2", alone, ("2", sharded), (), True),
-        Entry("accelerate", f"{saves}, full", "FSDP2", alone, ("2", full)),
-        Entry("accelerate", f"{saves}, sharded", "FSDP1", alone, ("1", sharded, "orig"), (), True),
-        Entry("accelerate", f"{saves}, full", "FSDP1", alone, ("1", full, "orig")),
-        Entry("accelerate", f"{saves}, sharded, {flat}", "FSDP1", alone, ("1", sharded)),
-        Entry("transformers", f"{trains}, full", "FSDP2", transformers, ("2", full), both, True),
-        Entry("transformers", f"{trains}, sharded", "FSDP2", transformers, ("2", sharded), both),
-        Entry("transformers", f"{trains}, full", "FSDP1", transformers, ("1", full), both),
-        Entry("transformers", f"{trains}, sharded", "FSDP1", transformers, ("1", sharded), both),
-        Entry(
-            "transformers",
-            f"{trains}, sharded, {flat}",
-            "FSDP1",
-            transformers,
-            ("1", sharded, "flat"),
-            both,
-        ),
-        Entry(
-            "transformers",
-            "`DistributedConfig(fsdp_size=2)`, saved and loaded",
-            "FSDP2",
-            "transformers_distributed.py",
-            (),
-            (),
-            True,
-        ),
-        Entry("lightning-fabric", f"{two}, sharded", "FSDP2", fabric, ("2", "sharded"), (), True),
-        Entry("lightning-fabric", f"{two}, full", "FSDP2", fabric, ("2", "full")),
-        Entry("lightning-fabric", one, "FSDP1", fabric, ("1", "sharded")),
-        Entry("lightning", f"`Trainer`, {two}, sharded", "FSDP2", lightning, ("2", "sharded")),
-        Entry("lightning", f"`Trainer`, {two}, full", "FSDP2", lightning, ("2", "full")),
-        Entry("lightning", f"`Trainer`, {one}", "FSDP1", lightning, ("1", "sharded")),
-        Entry("trl", f"{sft}, full", "FSDP2", trl, ("2", full), both),
-        Entry("trl", f"{sft}, sharded", "FSDP2", trl, ("2", sharded), both),
-        Entry("trl", f"{sft}, sharded", "FSDP1", trl, ("1", sharded), both),
-        Entry("peft", f"{lora}, full", "FSDP2", "peft_trainer.py", ("2", full), both),
-        Entry("peft", f"{lora}, sharded", "FSDP2", "peft_trainer.py", ("2", sharded), both),
-        Entry("peft", f"{lora}, sharded", "FSDP1", "peft_trainer.py", ("1", sharded), both),
-        Entry("peft", f"{lora}, {flat}", "FSDP1", "peft_trainer.py", ("1", sharded, "flat"), both),
-        Entry(
-            "peft",
-            "`get_peft_model`, `set_peft_model_state_dict`, `merge_and_unload`",
-            "FSDP2",
-            "peft_alone.py",
-            ("2",),
-            both,
-            True,
-        ),
-        Entry("peft", "`get_peft_model`, saved and loaded", "FSDP1", "peft_alone.py", ("1",), both),
-        Entry(
-            "torchtune",
-            "`shard_model`, full state dicts gathered and loaded",
-            "FSDP2",
-            "torchtune_full.py",
-            (),
-            ("torchao",),
-        ),
-        Entry("torchtitan", f"{titan}, fp32", "FSDP2", titans, ("fp32",), ("spmd_types",)),
-        Entry(
-            "torchtitan",
-            f"{titan}, bf16, selective activation checkpoints",
-            "FSDP2",
-            titans,
-            ("bf16",),
-            ("spmd_types",),
-        ),
-        Entry(
-            "torchtitan",
-            f"{titan}, two microbatches a step",
-            "FSDP2",
-            titans,
-            ("accumulates",),
-            ("spmd_types",),
-        ),
-        typed("fp32", "fp32"),
-        typed("bf16, selective activation checkpoints", "bf16"),
-        typed("fp32, types checked", "fp32", "checked"),
-        typed("fp32, HSDP on 4 processes", "fp32", "hsdp", ranks=4),
-        typed("fp32, tensor parallelism on 4 processes", "fp32", "tp", ranks=4),
-        Entry(
-            "verl",
-            "`apply_fsdp2`, `fsdp2_load_full_state_dict`, offloaded between steps",
-            "FSDP2",
-            "verl_fsdp2.py",
-            (),
-            ("transformers", "ray", "tensordict"),
-        ),
-        Entry(
-            "nemo-automodel",
-            "`FSDP2Manager`, deferred gradient sync",
-            "FSDP2",
-            "automodel_fsdp2.py",
-            (),
-            ("transformers",),
-        ),
-        Entry("ray", "Ray Train, `fully_shard`", "FSDP2", "ray_train.py", ("2",), (), False, False),
-        Entry(
-            "ray",
-            'Ray Train, `prepare_model(parallel_strategy="fsdp")`',
-            "FSDP1",
-            "ray_train.py",
-            ("1",),
-            (),
-            False,
-            False,
-        ),
-    ]
+        accelerate(f"{saves}, sharded", two, "2", sharded, everywhere=True),
+        accelerate(f"{saves}, full", two, "2", full),
+        accelerate(f"{saves}, sharded", one, "1", sharded, "orig", everywhere=True),
+        accelerate(f"{saves}, full", one, "1", full, "orig"),
+        accelerate(f"{saves}, sharded, {flat}", one, "1", sharded),
+        transformers(f"{trains}, full", two, "2", full, everywhere=True),
+        transformers(f"{trains}, sharded", two, "2", sharded),
+        transformers(f"{trains}, full", one, "1", full),
+        transformers(f"{trains}, sharded", one, "1", sharded),
+        transformers(f"{trains}, sharded, {flat}", one, "1", sharded, "flat"),
+        distributed("`DistributedConfig(fsdp_size=2)`, saved and loaded", two, everywhere=True),
+        fabric(f"{parallel}, sharded", two, "2", "sharded", everywhere=True),
+        fabric(f"{parallel}, full", two, "2", "full"),
+        fabric(fsdp, one, "1", "sharded"),
+        lightning(f"`Trainer`, {parallel}, sharded", two, "2", "sharded"),
+        lightning(f"`Trainer`, {parallel}, full", two, "2", "full"),
+        lightning(f"`Trainer`, {fsdp}", one, "1", "sharded"),
+        trl(f"{sft}, full", two, "2", full),
+        trl(f"{sft}, sharded", two, "2", sharded),
+        trl(f"{sft}, sharded", one, "1", sharded),
+        peft(f"{lora}, full", two, "2", full),
+        peft(f"{lora}, sharded", two, "2", sharded),
+        peft(f"{lora}, sharded", one, "1", sharded),
+        peft(f"{lora}, {flat}", one, "1", sharded, "flat"),
+        peft_alone(merged, two, "2", everywhere=True),
+        peft_alone("`get_peft_model`, saved and loaded", one, "1"),
+        torchtune("`shard_model`, full state dicts gathered and loaded", two),
+        torchtitan(f"{titan}, fp32", two, "fp32"),
+        torchtitan(f"{titan}, {selective}", two, "bf16"),
+        torchtitan(f"{titan}, two microbatches a step", two, "accumulates"),
+        since(f"{titans}, fp32", two, *typed, "fp32"),
+        since(f"{titans}, {selective}", two, *typed, "bf16"),
+        since(f"{titans}, fp32, types checked", two, *typed, "fp32", "checked"),
+        since(f"{titans}, fp32, HSDP on 4 processes", two, *typed, "fp32", "hsdp", ranks=4),
+        since(f"{titans}, fp32, tensor parallelism on 4 processes", two, *typed, "fp32", "tp",
+              ranks=4),
+        verl(offloads, two),
+        automodel("`FSDP2Manager`, deferred gradient sync", two),
+        ray("Ray Train, `fully_shard`", two, "2"),
+        ray(prepares, one, "1"),
+    ]  # fmt: skip
 
 
 class Run(NamedTuple):

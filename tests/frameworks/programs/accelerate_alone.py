@@ -3,11 +3,10 @@
 import sys
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
+from tiny import inputs, loss_of, mlp
 from told import tell
-from torch import nn
 
 version, state_dict_type = int(sys.argv[1]), sys.argv[2]
 use_orig_params = {"use_orig_params": "orig" in sys.argv} if version == 1 else {}
@@ -19,17 +18,11 @@ plugin = FullyShardedDataParallelPlugin(
     **use_orig_params,
 )
 accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
-DIM, CLASSES = 16, 5
-
-
-class Block(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.GELU())
 
 
 def build(seed):
     torch.manual_seed(seed)
-    model = nn.Sequential(Block(), Block(), nn.Linear(DIM, CLASSES))
+    model = mlp()
     if version == 1:  # whose optimizers are made of what is sharded
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -43,10 +36,9 @@ def build(seed):
 def train(model, optimizer, scheduler, batches):
     losses = []
     for batch in batches:
-        seed = 10 * batch + accelerator.process_index
-        x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(seed))
+        x = inputs(10 * batch + accelerator.process_index)
         with accelerator.accumulate(model):
-            loss = F.cross_entropy(model(x), x.argmax(-1) % CLASSES)
+            loss = loss_of(model, x)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -5,13 +5,11 @@ import sys
 
 import lightning_fabric
 import torch
-import torch.nn.functional as F
 from lightning_fabric.strategies import FSDPStrategy, ModelParallelStrategy
+from tiny import Block, inputs, loss_of, mlp
 from told import tell
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-DIM, CLASSES = 16, 5
 version = int(sys.argv[1])
 world = int(os.environ["WORLD_SIZE"])
 
@@ -22,14 +20,9 @@ def parallelize(model, mesh):
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-class Block(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.GELU())
-
-
 def build(seed):
     torch.manual_seed(seed)
-    model = fabric.setup_module(nn.Sequential(Block(), Block(), nn.Linear(DIM, CLASSES)))
+    model = fabric.setup_module(mlp())
     return model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
@@ -37,10 +30,9 @@ def train(model, optimizer, steps):
     losses = []
     for step in steps:
         for half in range(2):  # gradients of two batches add up, the second reduces them
-            generator = torch.Generator().manual_seed(100 * step + 10 * half + fabric.global_rank)
-            x = torch.randn(6, DIM, generator=generator)
+            x = inputs(100 * step + 10 * half + fabric.global_rank)
             with fabric.no_backward_sync(model, enabled=half == 0):
-                loss = F.cross_entropy(model(x), x.argmax(-1) % CLASSES)
+                loss = loss_of(model, x)
                 fabric.backward(loss / 2)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()

@@ -1,10 +1,41 @@
-"""A small language model and what it learns, for the trainers."""
+"""Small models and what they learn; and runs of trainers that save and resume."""
+
+import sys
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from told import tell
+from torch import nn
+
+DIM, CLASSES = 16, 5
+
+# An MLP.
+
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.GELU())
+
+
+def mlp():
+    return nn.Sequential(Block(), Block(), nn.Linear(DIM, CLASSES))
+
+
+def inputs(seed):
+    return torch.randn(6, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model, x):
+    return F.cross_entropy(model(x), x.argmax(-1) % CLASSES)
+
+
+# A language model, for trainers that are called ``program.py VERSION STATE_DICT_TYPE [flat]``.
 
 
 def llama(seed):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=32,
@@ -24,5 +55,44 @@ def rows():
     return [{"input_ids": text, "labels": text} for text in texts]
 
 
-def losses_of(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def arguments_of(kind, **options):
+    """Arguments of a trainer, a class of transformers or one that is based on it."""
+    sharding = {
+        "version": int(sys.argv[1]),
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": sys.argv[2],
+        "use_orig_params": "flat" not in sys.argv,
+        "sync_module_states": False,  # which Accelerate refuses on CPUs
+    }
+    return kind(
+        "out",
+        use_cpu=True,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        fsdp=True,
+        fsdp_config=sharding,
+        **options,
+    )
+
+
+def train_and_resume(trainer, weights="model.safetensors"):
+    """Train, resume a second trainer from a checkpoint of the first, and tell; ends the program."""
+    first = trainer(seed=0)
+    first.train()
+    second = trainer(seed=1)
+    second.train(resume_from_checkpoint="out/checkpoint-2")
+    losses, again = (
+        [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+        for one in (first, second)
+    )
+    saved = {}
+    if sys.argv[2] == "FULL_STATE_DICT":
+        second.save_model("trained")
+        second.accelerator.wait_for_everyone()
+        saved = load_file(f"trained/{weights}")
+    tell(losses, again[2:], second.model_wrapped, saved)

@@ -1,12 +1,8 @@
 """The ``SFTTrainer`` of TRL with ``fsdp_config``; saves, and resumes from a checkpoint."""
 
-import sys
-
 from datasets import Dataset
-from safetensors.torch import load_file
-from tiny import llama, losses_of, rows
+from tiny import arguments_of, llama, rows, train_and_resume
 from tokenizers import Tokenizer, models
-from told import tell
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
@@ -17,26 +13,7 @@ tokenizer = PreTrainedTokenizerFast(
     eos_token="<end>",
 )
 dataset = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows()])
-arguments = SFTConfig(
-    "out",
-    use_cpu=True,
-    bf16=False,
-    max_steps=4,
-    per_device_train_batch_size=2,
-    learning_rate=1e-2,
-    logging_steps=1,
-    save_steps=2,
-    report_to=[],
-    disable_tqdm=True,
-    gradient_checkpointing="checkpointing" in sys.argv,
-    fsdp=True,
-    fsdp_config={
-        "version": int(sys.argv[1]),
-        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "state_dict_type": sys.argv[2],
-        "sync_module_states": False,  # which Accelerate refuses on CPUs
-    },
-)
+arguments = arguments_of(SFTConfig, bf16=False, gradient_checkpointing=False)
 
 
 def trainer(seed):
@@ -44,16 +21,4 @@ def trainer(seed):
     return SFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer)
 
 
-first = trainer(seed=0)
-first.train()
-losses = losses_of(first)
-
-second = trainer(seed=1)
-second.train(resume_from_checkpoint="out/checkpoint-2")
-again = losses_of(second)[2:]
-saved = {}
-if sys.argv[2] == "FULL_STATE_DICT":
-    second.save_model("trained")
-    second.accelerator.wait_for_everyone()
-    saved = load_file("trained/model.safetensors")
-tell(losses, again, second.model_wrapped, saved)
+train_and_resume(trainer)
