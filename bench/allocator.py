@@ -11,8 +11,6 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["CachingAllocator"]
-
 MB = 1 << 20
 GRANULE = 512
 SMALL = MB

@@ -13,9 +13,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +37,6 @@ from fullshard.checkpoint.format.manifest import (
 )
 from fullshard.checkpoint.format.placement import Grid, TensorEntry
 from fullshard.tensors import RaggedShard
-
-__all__ = ["figures", "report"]
 
 WORLD = 2
 ROUNDS = 10  # the first one, whose memory is new to the kernel, does not count
@@ -103,49 +100,31 @@ def disks(folder: Path, nbytes: int) -> tuple[Callable[[], object], ...]:
     return save, load
 
 
-def beside(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Callable[[], Ended]]:
-    """By contender, what begins a save beside the training, and returns what waits for its end."""
+class Save(NamedTuple):
+    """A save that runs during training."""
+
+    is_done: Callable[[], bool]
+    wait: Callable[[], object]
+
+
+def beside(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Callable[[], Save]]:
+    """Return functions that begin a save during training, by contender."""
     group = dist.new_group(backend="gloo")  # its collectives come in between the training's
 
     ours = fullshard.checkpoint.Checkpointer(folder / "ours", mode="async")
 
-    def own() -> Ended:
-        return ours.save(model, optimizer, step=1)
+    def own() -> Save:
+        save = ours.save(model, optimizer, step=1)
+        return Save(lambda: save.is_done, save.wait)
 
-    def theirs() -> Ended:
+    def theirs() -> Save:
         state, optim = get_state_dict(model, optimizer)
         found = dcp.async_save(
             {"model": state, "optim": optim}, checkpoint_id=folder / "dcp", process_group=group
         )
-        assert isinstance(found, Future)
-        return Later(found)
+        return Save(found.done, found.result)
 
-    return {OURS: own, DCP: theirs, NOTHING: Ended}
-
-
-class Ended:
-    """A save that has ended."""
-
-    is_done = True
-
-    def wait(self) -> None:
-        """Wait for its end."""
-
-
-class Later(Ended):
-    """A save of PyTorch."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    @property
-    def is_done(self) -> bool:  # type: ignore[override]
-        """Whether it has ended."""
-        return self._future.done()
-
-    def wait(self) -> None:
-        """Wait for its end."""
-        self._future.result()
+    return {OURS: own, DCP: theirs, NOTHING: lambda: Save(lambda: True, lambda: None)}
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -203,7 +182,7 @@ def work(folder: str) -> dict[str, float]:
             stall, save = timed(begin)
             first, _ = timed(step)  # waits for copies
             for _ in range(STEPS):
-                was_done = save.is_done
+                was_done = save.is_done()
                 taken, _ = timed(step)
                 if name == NOTHING or not was_done:
                     seconds.setdefault(f"step {name}", []).append(taken)
@@ -286,5 +265,4 @@ def report(found: dict[str, float]) -> int:
         )
     )
     missed += [name for name, value in plans.items() if value > 1.0]
-    print()
     return verdict(missed)

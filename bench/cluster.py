@@ -23,8 +23,6 @@ from bench.machine import Loaded, table
 from bench.models import GPT, SHAPES
 from bench.step import Seconds, steps_of
 
-__all__ = ["Case", "Found", "figures", "measured", "report"]
-
 SHAPE = SHAPES["deep"]
 NAMES = (FSDP2, PER_PARAMETER, RAGGED, FLAT)
 WARM_UP, ROUNDS = 2, 7
@@ -63,7 +61,7 @@ class Found(NamedTuple):
 
 
 def counted(step: Callable[[], Seconds]) -> Found:
-    """Take a step on all ranks; return what it took and what this host sent."""
+    """Take a step on all ranks; return its seconds and the bytes that this host sent."""
     before = sent_nbytes()
     taken = step().step
     dist.barrier()
@@ -96,7 +94,7 @@ def needed_nbytes(case: Case, model: nn.Module) -> tuple[float, float]:
     return others * (whole + block) / case.num_hosts, others * whole / case.num_hosts
 
 
-def measured(case: Case, names: Sequence[str] = NAMES) -> dict[str, Any]:
+def measured(case: Case, names: Sequence[str]) -> dict[str, Any]:
     """Let all of ``names`` train in this case; step times are shares of the first one's.
 
     Raises:
@@ -117,18 +115,20 @@ def measured(case: Case, names: Sequence[str] = NAMES) -> dict[str, Any]:
     }
 
 
-def figures() -> dict[str, dict[str, Any]]:
-    """By case: shares of FSDP2's step, bytes, and those that two levels need.
+def figures(
+    cases: Sequence[Case] = CASES, names: Sequence[str] = NAMES
+) -> dict[str, dict[str, Any]]:
+    """By case: shares of the step of the first one, bytes, and those that two levels need.
 
     A case during which the machine was loaded is measured again; if that happens ``ATTEMPTS``
     times, it is told and left out.
     """
     found = {}
     try:
-        for case in CASES:
+        for case in cases:
             for _ in range(ATTEMPTS):
                 try:
-                    found[str(case)] = measured(case)
+                    found[str(case)] = measured(case, names)
                     break
                 except Loaded as why:
                     print(f"{case}: {why}", flush=True)

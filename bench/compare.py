@@ -1,4 +1,4 @@
-"""What benchmarks share: ranks, contenders in turns, medians, the list of missed bounds."""
+"""Shared by benchmarks: ranks, contenders in turns, medians, the list of missed bounds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.machine import Loaded, LoadGuard
-
-__all__ = ["apart", "in_turns", "medians", "on_ranks", "seconds_of", "verdict"]
 
 _guard = LoadGuard()
 """The load of this rank's machine, looked at between rounds of ``in_turns``."""
@@ -153,5 +151,5 @@ def seconds_of(
 
 def verdict(missed: Sequence[str], what: str = "bounds missed") -> int:
     """Print what was missed; return how much."""
-    print(f"{what}: {'; '.join(missed) or 'none'}")
+    print(f"\n{what}: {'; '.join(missed) or 'none'}")
     return len(missed)

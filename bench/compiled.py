@@ -16,11 +16,9 @@ from torch import nn
 
 from bench.compare import verdict
 from bench.contenders import CONTENDERS, FLAT, FSDP1, FSDP2, PER_PARAMETER, RAGGED, Contender
-from bench.machine import table
+from bench.machine import grid
 from bench.models import GPT, Block
 from bench.step import WORLD, Shares, measured
-
-__all__ = ["figures", "report"]
 
 SCOPES = ("blocks", "model")
 NAMES = (FSDP1, FSDP2, PER_PARAMETER, RAGGED, FLAT)
@@ -69,14 +67,12 @@ def report(found: dict[str, dict[str, Shares]]) -> int:
     """Print the tables; how often we take longer than FSDP2, or the flat face than FSDP1."""
     missed = []
     for scope, kinds in found.items():
-        rows = []
-        for shape, shares in kinds["step"].items():
-            rows.append([shape, *(f"{shares[name]:.2f}" for name in NAMES)])
-            missed += [
-                f"{name}, {scope}, {shape}"
-                for name in (PER_PARAMETER, RAGGED, FLAT)
-                if shares[name] > shares[FSDP1 if name == FLAT else FSDP2]
-            ]
+        missed += [
+            f"{name}, {scope}, {shape}"
+            for shape, shares in kinds["step"].items()
+            for name in (PER_PARAMETER, RAGGED, FLAT)
+            if shares[name] > shares[FSDP1 if name == FLAT else FSDP2]
+        ]
         print(f"{scope} compiled: share of torch {torch.__version__} FSDP2's step, {WORLD} ranks\n")
-        print(table(["model", *NAMES], rows), end="\n\n")
+        print(grid("model", kinds["step"], NAMES), end="\n\n")
     return verdict(missed, "slower than PyTorch's")

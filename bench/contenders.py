@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
 from bench.models import Block
-
-__all__ = ["CONTENDERS", "FLAT", "FSDP1", "FSDP2", "PER_PARAMETER", "RAGGED", "WIRES", "Contender"]
 
 FLAT = "flat, original parameters"
 FSDP1 = "torch FSDP1"
@@ -51,16 +50,12 @@ def units(shard: Callable[..., Any], **options: Any) -> Callable[[nn.Module], nn
     return prepare
 
 
-def wrapped(wrapper: Any, **options: Any) -> Callable[[nn.Module], nn.Module]:
+def wrapped(
+    wrapper: Any, blocks: Iterable[type[nn.Module]] = (Block,), **options: Any
+) -> Callable[[nn.Module], nn.Module]:
     """The same units, by FSDP1's wrapper or ours."""
-
-    def prepare(model: nn.Module) -> nn.Module:
-        policy = ModuleWrapPolicy({Block})
-        cpu = torch.device("cpu")
-        whole: nn.Module = wrapper(model, auto_wrap_policy=policy, device_id=cpu, **options)
-        return whole
-
-    return prepare
+    policy = ModuleWrapPolicy(blocks)
+    return partial(wrapper, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

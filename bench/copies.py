@@ -24,13 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 import fullshard
 from bench.compare import verdict
-from bench.machine import table
+from bench.machine import grid
 from bench.models import GPT, SHAPES
 from fullshard.comm import Done, Pending, Wrapper, collectives_of, wrapped
 from fullshard.comm.means import put_mean
 from fullshard.comm.protocol import put
-
-__all__ = ["CopiedBytes", "figures", "report"]
 
 COPYING = {
     "copy_",
@@ -178,8 +176,6 @@ def _figures(dtype: torch.dtype) -> dict[str, float]:
 def report(found: dict[str, dict[str, float]]) -> int:
     """Print the table; how many bounds were missed."""
     print("bytes copied in forward and backward, as a share of FSDP2's\n")
-    names = ["torch FSDP2", *BOUNDS]
-    print(table(["", *names], [[k, *(f"{v[n]:.2f}" for n in names)] for k, v in found.items()]))
+    print(grid("", found, ["torch FSDP2", *BOUNDS]))
     missed = [f"{n}, {k}" for k, v in found.items() for n, bound in BOUNDS.items() if v[n] > bound]
-    print()
     return verdict(missed)

@@ -22,13 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.compare import apart, in_turns, medians, verdict
 from bench.contenders import CONTENDERS, FSDP2, PER_PARAMETER, RAGGED
-from bench.machine import idle, table
+from bench.machine import grid, idle
 from bench.models import GPT, SHAPES
 from bench.step import one_step
 from fullshard.comm import Done, Pending, ledger
 from fullshard.comm.ledger import Ledger
-
-__all__ = ["figures", "report"]
 
 WARM_UP, ROUNDS = 5, 40
 BACKENDS = {8: "fake", 1024: "pass"}
@@ -95,8 +93,7 @@ class PassThrough(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         """Its name."""
-        name: str = dist.distributed_c10d._world.pg_names[self]
-        return name
+        return dist.distributed_c10d._world.pg_names[self]
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -163,12 +160,9 @@ def figures() -> dict[str, dict[str, float]]:
 def report(found: dict[str, dict[str, float]]) -> int:
     """Print the table; how many bounds were missed."""
     print("host time that sharding adds to a step, as a share of what FSDP2 adds (many tiny)\n")
-    names = NAMES[1:]
-    rows = [[world, *(f"{shares[name]:.2f}" for name in names)] for world, shares in found.items()]
-    print(table(["world", *names], rows))
+    print(grid("world", found, NAMES[1:]))
     of_ledger = ", ".join(f"{shares[LEDGER]:.2%}" for shares in found.values())
     print(f"\nthe ledger's share of a ragged step: {of_ledger} (bound 1%)")
     missed = [n for n, bound in BOUNDS.items() if found["8"][n] > bound]
     missed += [LEDGER] if found["8"][LEDGER] > 0.01 else []
-    print()
     return verdict(missed, "bounds at world 8 missed")

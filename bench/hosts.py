@@ -13,8 +13,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["INTERFACE", "NoHosts", "enter", "hosts", "sent_nbytes"]
-
 INTERFACE = "eth0"
 _CLONE_NEWNET = 0x40000000
 _MBIT = 1_000_000

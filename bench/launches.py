@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFlat
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -34,17 +33,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
 from bench.compare import verdict
-from bench.contenders import FSDP1, FSDP2, PER_PARAMETER, RAGGED
+from bench.contenders import FLAT, FSDP1, FSDP2, PER_PARAMETER, RAGGED, units, wrapped
 from bench.machine import table
 from fullshard._torch import collectives as _collectives
 from fullshard._torch import device as _device
 from fullshard.device.streams import Lanes
 from fullshard.engine import unshard
 
-__all__ = ["LAYERS", "Launches", "as_on_a_gpu", "counted", "figures", "kernels", "report"]
-
 WORLDS = (8, 256)
-FLAT = "flat, original parameters"
 
 # How much one kernel of a foreach operation takes: tensors by the number of lists, and chunks.
 MOST_TENSORS = (770, 448, 336, 252, 210)
@@ -266,39 +262,31 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 REPORTED = ("Llama-3-8B", "OLMoE-1B-7B")
 
 
-def _fully_sharded(shard: Callable[..., Any], **options: Any) -> Callable[[nn.Module], nn.Module]:
-    def prepare(model: nn.Module) -> nn.Module:
-        shard(model[0], **options)  # type: ignore[index]
-        shard(model, **options)
-        return model.to_empty(device="cpu")
+class Layers(nn.Sequential):
+    """Layers, which are the units, and the root around them."""
 
-    return prepare
+    @property
+    def blocks(self) -> Layers:
+        return self
+
+
+def _on_cpu(prepare: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    """Give parameters memory after they were sharded, by ``fully_shard``."""
+    return lambda model: prepare(model).to_empty(device="cpu")
 
 
 def _wrapped(wrapper: Any, **options: Any) -> Callable[[nn.Module], nn.Module]:
-    def prepare(model: nn.Module) -> nn.Module:
-        policy = ModuleWrapPolicy({Llama, Experts})
-        cpu = torch.device("cpu")
-        options["device_id"] = cpu
-        model = model.to_empty(device=cpu)
-        whole: nn.Module = wrapper(model, auto_wrap_policy=policy, use_orig_params=True, **options)
-        return whole
-
-    return prepare
+    wrap = wrapped(wrapper, {Llama, Experts}, use_orig_params=True, **options)
+    return lambda model: wrap(model.to_empty(device="cpu"))
 
 
 MIXED = torch.bfloat16, torch.float32
+_POLICY = fullshard.MixedPrecisionPolicy(*MIXED)
 CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     FSDP1: _wrapped(TorchFlat, mixed_precision=MixedPrecision(*MIXED)),
-    FSDP2: _fully_sharded(torch_fully_shard, mp_policy=TorchPolicy(*MIXED)),
-    PER_PARAMETER: _fully_sharded(
-        fullshard.fully_shard, mp_policy=fullshard.MixedPrecisionPolicy(*MIXED)
-    ),
-    RAGGED: _fully_sharded(
-        fullshard.fully_shard,
-        mp_policy=fullshard.MixedPrecisionPolicy(*MIXED),
-        layout=fullshard.Ragged(),
-    ),
+    FSDP2: _on_cpu(units(torch_fully_shard, mp_policy=TorchPolicy(*MIXED))),
+    PER_PARAMETER: _on_cpu(units(fullshard.fully_shard, mp_policy=_POLICY)),
+    RAGGED: _on_cpu(units(fullshard.fully_shard, mp_policy=_POLICY, layout=fullshard.Ragged())),
     FLAT: _wrapped(
         fullshard.FullyShardedDataParallel, mixed_precision=fullshard.MixedPrecision(*MIXED)
     ),
@@ -309,7 +297,7 @@ def counted(layer: str, prepare: Callable[[nn.Module], nn.Module]) -> tuple[Laun
     """What the second step launches: forward and backward, then the optimizer."""
     make, dim = LAYERS[layer]
     with torch.device("meta"):
-        model: nn.Module = nn.Sequential(make())
+        model: nn.Module = Layers(make())
     with as_on_a_gpu():
         model = prepare(model)
     for param in model.parameters():
@@ -373,7 +361,6 @@ def report(found: dict[str, dict[str, dict[str, Any]]]) -> int:
         of = ", ".join(f"{op} {number}" for op, number in row[RAGGED]["of"].items())
         print(f"{RAGGED}, {where}: {of}")
     missed = [f"{name}, {where}" for where, row in found.items() for name in _missed(row)]
-    print()
     return verdict(missed)
 
 

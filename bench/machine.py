@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-
-__all__ = ["LoadGuard", "Loaded", "idle", "table"]
 
 
 class Loaded(Exception):
@@ -65,6 +63,18 @@ def idle() -> Iterator[None]:
         guard.sample()
     if guard.drift > guard.tolerance:
         raise Loaded(guard.drift)
+
+
+def grid(
+    corner: str,
+    found: Mapping[str, Mapping[str, float]],
+    columns: Iterable[str] | None = None,
+    digits: int = 2,
+) -> str:
+    """A Markdown table of numbers, by row and by column."""
+    columns = list(columns or next(iter(found.values())))
+    rows = [[name, *(f"{one[c]:.{digits}f}" for c in columns)] for name, one in found.items()]
+    return table([corner, *columns], rows)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

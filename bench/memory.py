@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,18 +40,6 @@ from bench.contenders import (
 )
 from bench.machine import table
 from bench.models import GPT, SHAPES
-
-__all__ = [
-    "BOUND",
-    "CASES",
-    "FORMS",
-    "LAYERS",
-    "Case",
-    "figures",
-    "peaks",
-    "playing_a_rank",
-    "report",
-]
 
 WORLD = 8
 FSDP1_ONE = "torch FSDP1, one flat parameter"
@@ -117,15 +105,9 @@ def flat(wrapper: Any, case: Case, **options: Any) -> Any:
     """What ``FullyShardedDataParallel`` of PyTorch or of ours makes of a model."""
     if case.bf16:
         options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32)
-    strategies = {
-        (True, False): ShardingStrategy.FULL_SHARD,
-        (False, False): ShardingStrategy.SHARD_GRAD_OP,
-        (True, True): ShardingStrategy.HYBRID_SHARD,
-        (False, True): ShardingStrategy._HYBRID_SHARD_ZERO2,
-    }
-    strategy = strategies[case.reshards, case.replicas > 1]
-    if wrapper is not TorchFlat:
-        strategy = fullshard.ShardingStrategy[strategy.name]
+    kinds = ShardingStrategy if wrapper is TorchFlat else fullshard.ShardingStrategy
+    names = ("FULL_SHARD", "HYBRID_SHARD"), ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+    strategy = kinds[names[not case.reshards][case.replicas > 1]]
     return wrapped(wrapper, device_mesh=mesh_of(case), sharding_strategy=strategy, **options)
 
 
@@ -146,13 +128,15 @@ def contender(name: str, case: Case) -> Contender:
     return makers[name]()
 
 
-def without_sync(model: Any) -> AbstractContextManager[Any]:
-    """Backwards in the block reduce nothing."""
+@contextmanager
+def reducing(model: Any, sync: bool) -> Iterator[None]:
+    """Let backwards in the block reduce their gradients, or not."""
     if hasattr(model, "no_sync"):
-        context: AbstractContextManager[Any] = model.no_sync()
-        return context
-    model.set_requires_gradient_sync(False)
-    return nullcontext()
+        with nullcontext() if sync else model.no_sync():
+            yield
+    else:
+        model.set_requires_gradient_sync(sync)
+        yield
 
 
 def step(
@@ -160,10 +144,8 @@ def step(
 ) -> None:
     """Take one training step, a microbatch for each of ``syncs``."""
     for sync in syncs:
-        with nullcontext() if sync else without_sync(model):
+        with reducing(model, sync):
             model(tokens).backward()
-        if not sync and not hasattr(model, "no_sync"):
-            model.set_requires_gradient_sync(True)  # type: ignore[operator]
     optimizer.step()
     optimizer.zero_grad()
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["SHAPES", "GPT", "Shape"]
-
 
 @dataclass(frozen=True)
 class Shape:

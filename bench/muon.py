@@ -25,8 +25,6 @@ from fullshard import fully_shard
 from fullshard.optim import Muon
 from fullshard.optim.muon.full import FullMuon
 
-__all__ = ["figures", "report"]
-
 WARM_UP, ROUNDS = 2, 6
 STEP, BESIDE, KERNELS = "step", "beside Newton-Schulz", "kernels"
 BOUNDS = {STEP: 0.35, BESIDE: 1.3}
@@ -45,12 +43,10 @@ class OnEveryRank:
     def step(self) -> None:
         """Gather, step, and keep this rank's part."""
         for param, whole in zip(self._matrices, self._wholes, strict=True):
-            assert isinstance(param, DTensor) and isinstance(param.grad, DTensor)
             whole.copy_(param.full_tensor())
             whole.grad = param.grad.full_tensor()
         self._muon.step()
         for param, whole in zip(self._matrices, self._wholes, strict=True):
-            assert isinstance(param, DTensor)
             on_all = DTensor.from_local(whole.detach(), param.device_mesh, [Replicate()])
             param.copy_(on_all.redistribute(placements=param.placements))
 
@@ -67,7 +63,6 @@ def gathered() -> dict[str, float]:
     for model in (ours, theirs):
         for param in model.parameters():
             whole = torch.randn(param.shape)
-            assert isinstance(param, DTensor)
             param.grad = distribute_tensor(whole, param.device_mesh, param.placements)
     optimizers: dict[str, Any] = {"ours": muon, "by hand": by_hand}
 
@@ -123,5 +118,4 @@ def report(found: dict[str, float]) -> int:
     counts = [f"{found[name]:.0f}" for name in (KERNELS, f"{KERNELS} by hand")]
     print(table([STEP, BESIDE, KERNELS, f"{KERNELS} by hand"], [[*shares, *counts]]))
     missed = [name for name, bound in BOUNDS.items() if found[name] > bound]
-    print()
     return verdict(missed)

@@ -21,8 +21,6 @@ from bench.compare import in_turns, medians, on_ranks, verdict
 from bench.contenders import CONTENDERS, FSDP2, PER_PARAMETER, RAGGED
 from bench.machine import idle, table
 
-__all__ = ["figures", "report"]
-
 WORLD = 2
 WARM_UP, ROUNDS = 3, 20
 NAMES = (FSDP2, PER_PARAMETER, "per-parameter, ShardedOptimizer", RAGGED)
@@ -99,5 +97,4 @@ def report(found: dict[str, float]) -> int:
     print("clipping and AdamW on 2,000 small parameters, as a share of FSDP2's\n")
     print(table(list(NAMES), [[f"{found[name]:.2f}" for name in NAMES]]))
     missed = [name for name, bound in BOUNDS.items() if found[name] > bound]
-    print()
     return verdict(missed) + muon.report(found)

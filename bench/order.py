@@ -18,8 +18,6 @@ from typing import NamedTuple
 from fullshard.schedule import Action, Scheduler, UnitPolicy, UnitState
 from fullshard.schedule import triggers as when
 
-__all__ = ["Behavior", "Proof", "collectives", "drawn", "prove"]
-
 STAGES, MICROBATCHES, BLOCKS, STEPS = 4, 6, 4, 2
 MASKS = 2
 """Draws of a rank, which its microbatches use in turn."""

@@ -14,8 +14,6 @@ from bench.machine import table
 from fullshard.layout import ParamSpec, PerParameter, Ragged
 from fullshard.layout.planner import plan
 
-__all__ = ["LAYERS", "WORLDS", "build_seconds", "figures", "report"]
-
 ALIGN = 8  # elements of 2 bytes
 WORLDS = (64, 256, 1024)
 TARGET_PERCENT = 0.2  # between rows on 256 ranks, for these two

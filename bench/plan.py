@@ -29,8 +29,6 @@ from bench.models import GPT, SHAPES
 from bench.step import one_step
 from fullshard.plan import hardware_of
 
-__all__ = ["figures", "report"]
-
 WORLDS = (2, 4)
 WARM_UP, ROUNDS = 3, 12
 BOUND = 0.15

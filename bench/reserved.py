@@ -30,13 +30,11 @@ from bench.allocator import CachingAllocator
 from bench.compare import apart, verdict
 from bench.contenders import FSDP2, PER_PARAMETER, RAGGED
 from bench.gpu.costs import brief
-from bench.gpu.machine import WORLD, Machine
+from bench.gpu.machine import WORLD, Machine, NoStreams, Stream
 from bench.gpu.model import LARGE, Llama, contenders, made_from_meta, tokens_of, train
 from bench.machine import table
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import executor
-
-__all__ = ["figures", "report", "reserved"]
 
 PART = 4
 """The divisor of dims and tokens."""
@@ -50,54 +48,26 @@ SIZES = replace(
 NAMES = (FSDP2, PER_PARAMETER, RAGGED)
 STARTS = WHOLE, META = "the whole model first", "from meta"
 STEPS = 3
-_STREAM, _MARK, _DEFAULT = "stream::", "mark::", "compute"
+_STREAM, _MARK = "stream::", "mark::"
 
 
-class _Stream:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def wait_event(self, event: Any) -> None:
-        """Do nothing: the event has passed."""
-
-    def wait_stream(self, other: Any) -> None:
-        """Do nothing: the work there is done."""
-
-    def record_event(self, event: Any = None) -> _Event:
-        return _Event()
-
-
-class _Event:
-    def record(self, stream: Any = None) -> None:
-        """All is done as soon as it is issued."""
-
-    def synchronize(self) -> None:
-        """All is done."""
-
-
-class _NamedStreams:
+class _NamedStreams(NoStreams):
     """An accelerator's module whose streams are spans in the profiler's trace."""
 
     def __init__(self) -> None:
-        self._current = [_Stream(_DEFAULT)]
+        super().__init__()
         self._numbers = count(1)
 
-    def Stream(self, **options: Any) -> _Stream:
-        return _Stream(f"stream {next(self._numbers)}")
-
-    def Event(self, **options: Any) -> _Event:
-        return _Event()
-
-    def current_stream(self, device: Any = None) -> _Stream:
-        return self._current[-1]
+    def Stream(self, **options: Any) -> Stream:
+        return Stream(f"stream {next(self._numbers)}")
 
     @contextmanager
-    def stream(self, stream: _Stream) -> Iterator[None]:
+    def stream(self, stream: Stream) -> Iterator[None]:
         """Make ``stream`` the current stream."""
-        self._current.append(stream)
+        before, self._here = self._here, stream
         with record_function(_STREAM + stream.name):
             yield
-        self._current.pop()
+        self._here = before
 
     def is_current_stream_capturing(self) -> bool:
         return False
@@ -164,7 +134,7 @@ def _by_stream(events: list[Any]) -> dict[str, list[float]]:
             if allocator.holds(address):
                 allocator.free(address)
             if nbytes > 0:
-                stream = spans[-1][1] if spans else _DEFAULT
+                stream = spans[-1][1] if spans else Stream().name
                 allocator.allocate(address, nbytes * PART**2, stream)
     return found
 
@@ -186,7 +156,6 @@ def report(found: dict[str, dict[str, dict[str, list[float]]]]) -> int:
     print(table(["", *(f"step {number + 1}" for number in range(STEPS)), "by stream"], rows))
     most = _totals(found[META][FSDP2])[-1]
     missed = [name for name in NAMES if _totals(found[META][name])[-1] > most]
-    print()
     return verdict(missed, f"more than FSDP2, {META}")
 
 

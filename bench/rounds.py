@@ -25,15 +25,13 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from bench.compare import verdict
-from bench.machine import table
+from bench.machine import grid
 from fullshard.comm import council, own_store, store_round
 from fullshard.comm.council import Council
 from fullshard.comm.own_store import OwnStore
 from fullshard.watch import rounds
 from fullshard.watch.rounds import Rounds
 from fullshard.watch.status import GroupStatus, Issued, StatusReport
-
-__all__ = ["diagnosis", "figures", "many_threads", "ranks", "report", "save"]
 
 WORLDS = (8, 64, 1024)
 LATE_S = 2.0
@@ -173,9 +171,6 @@ def figures() -> dict[str, dict[str, float]]:
 
 def report(found: dict[str, dict[str, float]]) -> int:
     """Print the table; return how many operations exceed ``BOUND``."""
-    names = list(next(iter(found.values())))
-    rows = [[where, *(f"{one[name]:.1f}" for name in names)] for where, one in found.items()]
-    print(table(["", *names], rows))
+    print(grid("", found, digits=1))
     missed = [where for where, one in found.items() if one["of any other rank"] > BOUND]
-    print()
     return verdict(missed, f"more than {BOUND} of a rank")

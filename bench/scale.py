@@ -31,8 +31,6 @@ from bench import costs, order, rounds
 from bench.machine import table
 from fullshard.trace.report import combine
 
-__all__ = ["CURVES", "Curve", "exponent", "figures", "growth", "main", "measure", "report"]
-
 RANKS = (8, 64, 512, 4096, 16384)
 UNITS = (10, 30, 100, 300, 1000, 3000)
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "scale.svg"

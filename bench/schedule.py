@@ -5,12 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 
-from bench.machine import idle, table
+from bench.machine import grid, idle
 from fullshard.schedule import Scheduler, UnitState
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import Follows
-
-__all__ = ["figures", "report"]
 
 BOUND_US = 20.0
 
@@ -68,9 +66,7 @@ def figures() -> dict[str, dict[str, float]]:
 def report(found: dict[str, dict[str, float]]) -> int:
     """Print the table; how many bounds were missed."""
     print("scheduler, microseconds a unit and step\n")
-    budgets = list(next(iter(found.values())))
-    rows = [[units, *(f"{times[b]:.1f}" for b in budgets)] for units, times in found.items()]
-    print(table(["units", *budgets], rows))
+    print(grid("units", found, digits=1))
     worst = max(time for times in found.values() for time in times.values())
     print(f"\nbound: {BOUND_US}, largest: {worst:.1f}")
     return int(worst > BOUND_US)

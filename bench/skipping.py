@@ -22,8 +22,6 @@ import fullshard
 from bench.compare import in_turns, medians, on_ranks, seconds_of
 from bench.machine import table
 
-__all__ = ["figures", "report"]
-
 WORLD, WARM_UP, ROUNDS = 2, 3, 12
 DIM, BLOCKS, EXPERTS, TOKENS = 256, 4, 4, 256
 FSDP2 = "torch FSDP2, all experts"

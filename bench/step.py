@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from bench.compare import in_turns, medians, on_ranks, verdict
 from bench.contenders import CONTENDERS, FLAT, FSDP1, FSDP2, PER_PARAMETER, RAGGED, Contender
-from bench.machine import table
+from bench.machine import grid
 from bench.models import GPT, SHAPES, Shape
-
-__all__ = ["WORLD", "Shares", "figures", "measured", "one_step", "report", "steps_of"]
 
 Shares: TypeAlias = dict[str, dict[str, float]]
 """By model and contender: a time as a share of FSDP2's step."""
@@ -106,10 +104,7 @@ def report(found: dict[str, Shares]) -> int:
     """Print the tables; how many bounds were missed."""
     for kind, by_shape in found.items():
         print(f"{kind} time as a share of torch {torch.__version__} FSDP2's step, {WORLD} ranks\n")
-        rows = [
-            [shape, *(f"{shares[c]:.2f}" for c in CONTENDERS)] for shape, shares in by_shape.items()
-        ]
-        print(table(["model", *CONTENDERS], rows), end="\n\n")
+        print(grid("model", by_shape), end="\n\n")
     steps = found["step"]
     missed = [
         f"{name}, {shape}: {steps[shape][name]:.2f} (bound {bound})"

@@ -24,8 +24,6 @@ from bench.machine import idle, table
 from bench.models import GPT, Shape
 from bench.weights import peak_of
 
-__all__ = ["figures", "report"]
-
 WORLDS = (2, 4)
 ROUNDS = 7
 SHAPE = Shape(vocab=8192, dim=1024, layers=8, heads=16, length=64, batch=1)
@@ -125,5 +123,4 @@ def report(found: dict[str, dict[str, dict[str, float]]]) -> int:
                 missed += [f"peak, {name}, {world}"] if one["buckets"] > PEAK + SLACK else []
         print(f"\n{world}\n")
         print(table(["", "s", "of one by one", "peak, in buckets"], rows))
-    print()
     return verdict(missed)

@@ -20,8 +20,6 @@ from bench.machine import table
 from bench.models import SHAPES, Shape
 from bench.step import WORLD, steps_of
 
-__all__ = ["figures", "report"]
-
 WARM_UP, ROUNDS, STEPS = 2, 20, 5
 BOUND = 1.02
 """Largest share of the step without a trace that is aimed at."""
@@ -66,5 +64,4 @@ def report(found: dict[str, float]) -> int:
     print(f"step time with a trace as a share of that without, {WORLD} ranks\n")
     print(table(["model", "share"], [[name, f"{share:.3f}"] for name, share in found.items()]))
     missed = [name for name, share in found.items() if share > BOUND]
-    print()
     return verdict(missed, f"bound: {BOUND}, missed")

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.profiler import profile, record_function
 
-__all__ = ["MemoryTrace", "memory"]
-
 _MARK = "bench::mark"
 
 

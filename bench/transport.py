@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.compare import in_turns, medians, on_ranks, seconds_of
-from bench.machine import idle, table
+from bench.machine import grid, idle
 from fullshard.comm import Pending
 from fullshard.comm.c10d import C10d, Transport
-
-__all__ = ["figures", "report"]
 
 NATIVE, SHARED = "native", "shared"
 SIZES = (1_000, 30_000, 300_000, 1_000_000, 7_000_000)
@@ -26,8 +24,7 @@ NUM_SMALL = 1_000
 
 
 def cases_of(part: Tensor, whole: Tensor, **how: Any) -> dict[tuple[str, str], Callable[[], float]]:
-    """Return collectives of one tensor, by kind and by who carries them: gloo or shared memory."""
-    assert dist.group.WORLD is not None
+    """Return collectives of one tensor, by kind and by transport: gloo or shared memory."""
     cases = {}
     for name, transport in ((NATIVE, Transport.NATIVE), (SHARED, Transport.SHARED)):
         wire = C10d(dist.group.WORLD, "cpu", transport)
@@ -88,13 +85,7 @@ def report(found: dict[str, dict[str, Any]]) -> int:
     """Print the tables; nothing is promised."""
     print("time as a share of that of gloo's own collectives\n")
     for world, by_size in found["sizes"].items():
-        kinds = list(next(iter(by_size.values())))
-        rows = [[size, *(f"{one[kind]:.2f}" for kind in kinds)] for size, one in by_size.items()]
-        print(table([f"{world} ranks, unsharded fp32", *kinds], rows), end="\n\n")
-    kinds = list(next(iter(found["ranks"].values())))
-    rows = [
-        [world, *(f"{one[kind]:.0f}" for kind in kinds)] for world, one in found["ranks"].items()
-    ]
+        print(grid(f"{world} ranks, unsharded fp32", by_size), end="\n\n")
     print(f"µs of processor time of a rank, {4 * NUM_SMALL / 1000:.0f} kB a rank\n")
-    print(table(["ranks", *kinds], rows), end="\n\n")
+    print(grid("ranks", found["ranks"], digits=0), end="\n\n")
     return 0

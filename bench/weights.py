@@ -17,8 +17,6 @@ from bench.compare import on_ranks, verdict
 from bench.machine import table
 from bench.models import GPT, Shape
 
-__all__ = ["figures", "report"]
-
 WORLDS = (2, 4)
 SHAPE = Shape(vocab=8192, dim=1024, layers=8, heads=16, length=64, batch=1)
 SMALL = Shape(vocab=64, dim=64, layers=1, heads=4, length=64, batch=1)
@@ -101,5 +99,4 @@ def report(found: dict[str, dict[str, float]]) -> int:
         for key in ("load", "save")
         if one[key] > BOUND
     ]
-    print()
     return verdict(missed)

@@ -30,8 +30,6 @@ from bench.gpu import costs, features, programs, races, ranks, tax, wires
 from bench.gpu.machine import Failed, Machine, Verdict
 from bench.machine import table
 
-__all__ = ["PARTS", "Machine", "Verdict", "figures", "judge", "main", "report"]
-
 
 class Part(NamedTuple):
     """A function of the machine, and how long it may take."""

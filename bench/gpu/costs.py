@@ -17,13 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import fullshard
-from bench.contenders import FSDP2, PER_PARAMETER, RAGGED
+from bench.contenders import FSDP2, PER_PARAMETER, RAGGED, units
 from bench.gpu.machine import WORLD, Failed, Kernel, Machine, Verdict, seconds
 from bench.gpu.model import LARGE, SMALL, Llama, made, made_from_meta, sizes_for, tokens_of, train
 from bench.gpu.races import Acting
 from fullshard.comm import Done, Pending, Wrapper, wrapped
-
-__all__ = ["kernels", "memory", "offload", "speed", "syncs", "wire"]
 
 NAMES = (FSDP2, PER_PARAMETER, RAGGED)
 WARM_UP, ROUNDS = 5, 20
@@ -198,6 +196,17 @@ def kernels(machine: Machine) -> Verdict:
     return Verdict(passed=True, figures={name: machine.apart(launched, name) for name in NAMES})
 
 
+def _milliseconds(
+    machine: Machine, step: Callable[[], object], warm_up: int, rounds: int
+) -> dict[str, float]:
+    """Return the median times of a step on the host and on the device."""
+    if not machine.is_real:
+        warm_up, rounds = 0, 1
+    taken = [seconds(machine, step) for _ in range(warm_up + rounds)]
+    host, whole = (statistics.median(one) for one in zip(*taken[warm_up:], strict=True))
+    return {"host ms": 1e3 * host, "step ms": 1e3 * whole}
+
+
 def offloaded(machine: Machine, pinned: bool) -> dict[str, float]:
     """Seconds of a step with shards on the host, in a process of its own."""
     with machine.first_of_many():
@@ -209,18 +218,14 @@ def offloaded(machine: Machine, pinned: bool) -> dict[str, float]:
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": low}
         if machine.is_real:
             options["offload_policy"] = fullshard.CPUOffloadPolicy(pin_memory=pinned)
-        for block in model.blocks:
-            fullshard.fully_shard(block, **options)
-        sharded: Any = fullshard.fully_shard(model, **options)
+        sharded: Any = units(fullshard.fully_shard, **options)(model)
         tokens = tokens_of(machine, sizes, 512 if machine.is_real else 16)
 
         def step() -> None:
             sharded(tokens).backward()
             sharded.zero_grad()
 
-        times = [seconds(machine, step) for _ in range(8 if machine.is_real else 1)]
-        host, whole = (statistics.median(one) for one in zip(*times[-5:], strict=True))
-        return {"host ms": 1e3 * host, "step ms": 1e3 * whole}
+        return _milliseconds(machine, step, 3, 5)
 
 
 def offload(machine: Machine) -> Verdict:
@@ -249,13 +254,7 @@ def measured(
         sizes = sizes_for(machine, LARGE)
         model, optimizer = made(machine, name, sizes, world)
         tokens = tokens_of(machine, sizes, length if machine.is_real else 8)
-        warm_up, rounds = (WARM_UP, ROUNDS) if machine.is_real else (1, 1)
-        taken = [
-            seconds(machine, lambda: train(model, optimizer, tokens))
-            for _ in range(warm_up + rounds)
-        ]
-    host, whole = (statistics.median(one) for one in zip(*taken[warm_up:], strict=True))
-    return {"host ms": 1e3 * host, "step ms": 1e3 * whole}
+        return _milliseconds(machine, lambda: train(model, optimizer, tokens), WARM_UP, ROUNDS)
 
 
 RATES = {"NVLink": 370.0, "400 Gbit/s": 45.0}

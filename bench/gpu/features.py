@@ -18,15 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from bench.contenders import PER_PARAMETER, RAGGED
+from bench.contenders import PER_PARAMETER, RAGGED, units
 from bench.gpu.costs import peak
 from bench.gpu.machine import WORLD, Failed, Machine, Verdict, seconds
 from bench.gpu.model import LARGE, SMALL, TINY, Llama, sizes_for, tokens_of, train
 from fullshard import checkpoint
 from fullshard.comm.codecs import INT4, Blocks
 from fullshard.optim import Muon, OwnedOptimizer, ShardedGradScaler, ShardedOptimizer
-
-__all__ = ["checkpoints", "codecs", "host_states", "owners", "plans", "scaling", "trainer"]
 
 TRAINER_LIMIT_S = 200
 
@@ -46,13 +44,12 @@ def codecs(machine: Machine) -> Verdict:
             one, other = torch.empty_like(here), torch.empty_like(there)
             codec.decode(ours, [one])
             codec.decode(ours.to(machine.device), [other])
+            same = one.isclose(other.cpu(), 0, 0, equal_nan=True)
             name = f"{dtype} in {kind}"
             rates = _rates(machine, codec, dtype)
             figures[name] = {
                 "bytes that differ": (ours != its.cpu()).sum().item(),
-                "values that differ": (~one.isclose(other.cpu(), 0, 0, equal_nan=True))
-                .sum()
-                .item(),
+                "values that differ": (~same).sum().item(),
                 "encoded GB/s": rates[0],
                 "decoded GB/s": rates[1],
             }
@@ -73,10 +70,8 @@ def _rates(machine: Machine, codec: Blocks, dtype: torch.dtype) -> tuple[float, 
     return one, other
 
 
-def _sharded(machine: Machine, model: Any, **options: Any) -> Any:
-    for block in model.blocks:
-        fullshard.fully_shard(block, **options)
-    return fullshard.fully_shard(model, **options)
+def _sharded(model: nn.Module, **options: Any) -> Any:
+    return units(fullshard.fully_shard, **options)(model)
 
 
 def _moved(
@@ -87,7 +82,7 @@ def _moved(
     torch.manual_seed(0)
     model: Any = Llama(sizes).to(machine.device)
     if shard:
-        model = _sharded(machine, model)
+        model = _sharded(model)
     optimizer = make(model)
     losses = [train(model, optimizer, tokens_of(machine, sizes, 32)).item() for _ in range(6)]
     return [_whole(param) for param in model.parameters()], losses
@@ -164,7 +159,7 @@ def _hosted(model: nn.Module, fraction: float) -> torch.optim.Optimizer:
 def _step_of_states(machine: Machine, fraction: float) -> dict[str, float]:
     gc.collect()  # models are cycles
     sizes = sizes_for(machine, LARGE)
-    model = _sharded(machine, Llama(sizes).to(machine.device))
+    model = _sharded(Llama(sizes).to(machine.device))
     optimizer = _hosted(model, fraction)
     tokens = tokens_of(machine, sizes, 256 if machine.is_real else 8)
     train(model, optimizer, tokens)
@@ -186,30 +181,24 @@ def checkpoints(machine: Machine) -> Verdict:
         for layout in (fullshard.PerParameter(), fullshard.Ragged()):
             name = type(layout).__name__
             torch.manual_seed(0)
-            model = _sharded(machine, Llama(sizes).to(machine.device), layout=layout)
+            model = _sharded(Llama(sizes).to(machine.device), layout=layout)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             tokens = tokens_of(machine, sizes, 64)
             for _ in range(3):
                 train(model, optimizer, tokens)
-            usual = seconds(machine, lambda m=model, o=optimizer, t=tokens: train(m, o, t))[1]
+            step = partial(train, model, optimizer, tokens)
+            usual = seconds(machine, step)[1]
             before = _state(model, optimizer)
             path = Path(root, name)
-            save: Any = None
-
-            def begin(m: Any = model, o: Any = optimizer, p: Path = path) -> None:
-                nonlocal save
-                save = checkpoint.save(p, m, o, step=4, mode="async")
-
-            _, call = seconds(machine, begin)
-            during = [
-                seconds(machine, lambda m=model, o=optimizer, t=tokens: train(m, o, t))[1]
-                for _ in range(3)
-            ]
-            save.wait()
+            saves: list[Any] = []
+            save = partial(checkpoint.save, path, model, optimizer, step=4, mode="async")
+            _, call = seconds(machine, lambda s=saves, f=save: s.append(f()))
+            during = [seconds(machine, step)[1] for _ in range(3)]
+            saves[0].wait()
             torch.manual_seed(1)
-            other = _sharded(machine, Llama(sizes).to(machine.device), layout=layout)
+            other = _sharded(Llama(sizes).to(machine.device), layout=layout)
             its = torch.optim.AdamW(other.parameters(), lr=1e-3, fused=True)
-            _, load = seconds(machine, lambda p=path, m=other, o=its: checkpoint.load(p, m, o))
+            _, load = seconds(machine, partial(checkpoint.load, path, other, its))
             after = _state(other, its)
             if before.keys() != after.keys() or any(
                 not torch.equal(one, after[key]) for key, one in before.items()
@@ -223,7 +212,7 @@ def checkpoints(machine: Machine) -> Verdict:
                 "load s": load,
                 "GB": sum(one.nbytes for one in before.values()) / 1e9,
             }
-            del model, optimizer, other, its, before, after
+            del model, optimizer, other, its, before, after, step, save, saves
     return Verdict(passed=True, figures=figures)
 
 
@@ -243,7 +232,7 @@ def scaling(machine: Machine) -> Verdict:
     low = fullshard.MixedPrecisionPolicy(torch.float16, torch.float16)
     with machine.alone():
         torch.manual_seed(0)
-        model = _sharded(machine, Llama(sizes).to(machine.device), mp_policy=low)
+        model = _sharded(Llama(sizes).to(machine.device), mp_policy=low)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         scaler = ShardedGradScaler(machine.device.type, init_scale=2.0**40)
         losses, skipped = [], 0
@@ -281,7 +270,7 @@ def plans(machine: Machine) -> Verdict:
     }.items():
 
         def shard(copied: Any, mesh: Any, layout: Any = layout) -> None:
-            _sharded(machine, copied, mesh=mesh, mp_policy=low, layout=layout)
+            _sharded(copied, mesh=mesh, mp_policy=low, layout=layout)
 
         planned = fullshard.plan(
             copy.deepcopy(model), batch=batch, world_size=WORLD, hardware="h100", shard=shard

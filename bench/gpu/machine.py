@@ -23,8 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.device.streams import Lanes, StreamLanes
 
-__all__ = ["WORLD", "Failed", "Kernel", "Machine", "Verdict"]
-
 WORLD = 8
 """Ranks of which one process plays the first."""
 APART_LIMIT_S = 240
@@ -53,24 +51,30 @@ class Kernel(NamedTuple):
     duration_us: float
 
 
-class _Stream:
-    """Nothing waits on it."""
+@dataclass(frozen=True)
+class Stream:
+    """A stream on which nothing waits."""
+
+    name: str = "compute"
 
     def wait_event(self, event: Any) -> None:
-        """It is over."""
+        """Do nothing: the event has passed."""
 
     def wait_stream(self, other: Any) -> None:
-        """What was issued there is done."""
+        """Do nothing: the work there is done."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return NoStreams().Event()
 
 
-class _NoStreams:
+class NoStreams:
     """An accelerator's module on a CPU: what is issued is done, so nothing waits."""
 
     def __init__(self) -> None:
-        self._here = _Stream()
+        self._here = Stream()
 
     def Stream(self, **options: Any) -> Any:
-        return _Stream()
+        return Stream()
 
     def Event(self, **options: Any) -> Any:
         return SimpleNamespace(
@@ -118,7 +122,7 @@ class Machine:
     @property
     def accelerator(self) -> Any:
         """``torch.cuda``, or what does nothing in its place."""
-        return torch.cuda if self.is_real else _NoStreams()
+        return torch.cuda if self.is_real else NoStreams()
 
     def lanes(self, device: torch.device) -> Lanes:
         """Lanes with streams, on the stand-in too."""

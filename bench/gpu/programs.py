@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from bench.contenders import units
 from bench.gpu.machine import Failed, Machine, Verdict, same
-from bench.gpu.model import SMALL, Block, Llama, sizes_for, tokens_of
+from bench.gpu.model import SMALL, Block, Llama, sizes_for, tokens_of, train
 from fullshard.frontend.ownership import unit_of
-
-__all__ = ["graphs", "threads", "two_streams"]
 
 
 class Branches(nn.Module):
@@ -69,8 +68,7 @@ def two_streams(machine: Machine) -> Verdict:
 
 class _Checkpointed(Llama):
     def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(block, x, use_reentrant=False)
-        return out
+        return checkpoint(block, x, use_reentrant=False)
 
 
 def threads(machine: Machine) -> Verdict:
@@ -82,9 +80,7 @@ def threads(machine: Machine) -> Verdict:
         plain = _Checkpointed(sizes).to(machine.device)
         model: Any = copy.deepcopy(plain)
         policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for block in model.blocks:
-            fullshard.fully_shard(block, mp_policy=policy)
-        fullshard.fully_shard(model, mp_policy=policy)
+        units(fullshard.fully_shard, mp_policy=policy)(model)
         model.set_reshard_after_backward(False)
         sharded = list(model.parameters())
         masters = [nn.Parameter(param.to_local().data) for param in sharded]
@@ -140,9 +136,7 @@ def _stepped(machine: Machine) -> tuple[Any, torch.optim.Optimizer, Tensor]:
     torch.manual_seed(0)
     model: Any = Llama(sizes).to(machine.device)
     policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for block in model.blocks:
-        fullshard.fully_shard(block, mp_policy=policy)
-    fullshard.fully_shard(model, mp_policy=policy)
+    units(fullshard.fully_shard, mp_policy=policy)(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, optimizer, tokens_of(machine, sizes, 64)
 
@@ -152,38 +146,21 @@ def _losses(machine: Machine, mode: str | None) -> list[float]:
     if mode is not None:
         for block in model.blocks:
             block.compile(mode=mode)
-    losses = []
-    for _ in range(4):
-        loss = model(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return [train(model, optimizer, tokens).item() for _ in range(4)]
 
 
 def _captured(machine: Machine, *, keeps: bool) -> list[float]:
     """Capture forward, backward and step; ``keeps``: the memory of whole parameters."""
     model, optimizer, tokens = _stepped(machine)
     model.set_keep_unsharded_storage(keeps)
-
-    def step() -> Tensor:
-        loss: Tensor = model(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    losses = []
     with torch.cuda.stream(side):
-        for _ in range(3):
-            losses.append(step().item())
+        losses = [train(model, optimizer, tokens).item() for _ in range(3)]
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = step()
+        loss = train(model, optimizer, tokens)
     graph.replay()
     machine.synchronize()
     return [*losses, loss.item()]

@@ -21,14 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from bench.contenders import units
 from bench.gpu.machine import WORLD, Failed, Machine, Verdict, same
 from bench.gpu.model import SMALL, Llama, sizes_for, tokens_of
 from fullshard.comm import Done, Pending, Then, Wrapper, wrapped
 from fullshard.device import Buffer, Lane
 from fullshard.device.streams import Lanes, OnStream, StreamLanes
 from fullshard.engine import Engine, executor
-
-__all__ = ["CONTROLS", "controls", "programs", "races"]
 
 STEPS = 20
 LENGTH = 64
@@ -139,9 +138,7 @@ class Program:
             options["wire"] = fullshard.WirePolicy(gather=self.wire, reduce=self.wire)
         if self.offload:
             options["offload_policy"] = fullshard.CPUOffloadPolicy()
-        for block in model.blocks:
-            fullshard.fully_shard(block, **options)
-        return fullshard.fully_shard(model, **options)
+        return units(fullshard.fully_shard, **options)(model)
 
 
 def programs(machine: Machine) -> list[Program]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from bench.contenders import units
 from bench.gpu.machine import Machine, Verdict
 from bench.gpu.model import SMALL, Llama, sizes_for, tokens_of
 from fullshard import checkpoint
 from fullshard.optim import Muon
-
-__all__ = ["check_all", "jobs", "ranks"]
 
 LIMIT_S = 150
 _HAS_NCCL2 = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
@@ -44,13 +44,7 @@ ROUNDED = 0.05
 Shard = Callable[[Any], Any]
 
 
-def _by_blocks(**options: Any) -> Shard:
-    def shard(model: Any) -> Any:
-        for block in model.blocks:
-            fullshard.fully_shard(block, **options)
-        return fullshard.fully_shard(model, **options)
-
-    return shard
+_by_blocks = partial(units, fullshard.fully_shard)
 
 
 def _flat(model: Any) -> Any:
@@ -215,25 +209,16 @@ def jobs(machine: Machine) -> Verdict:
     figures: dict[str, Any] = {}
     notes = []
     for name, (world, options) in {
-        "two ranks": (2, []),
+        "two ranks": (2, ""),
         "two ranks, ragged, bf16, int8 on the wire": (
-            2,
-            ["--layout", "ragged", "--dtype", "bf16", "--wire", "gather=int8,reduce=int8"],
+            2, "--layout ragged --dtype bf16 --wire gather=int8,reduce=int8",
         ),
-        "four ranks, two replicas, Muon": (4, ["--replicas", "2", "--optimizer", "muon"]),
-    }.items():
+        "four ranks, two replicas, Muon": (4, "--replicas 2 --optimizer muon"),
+    }.items():  # fmt: skip
         with tempfile.TemporaryDirectory() as out:
-            args = [
-                "--steps",
-                "40",
-                "--batch",
-                str(16 // world),
-                "--save-every",
-                "20",
-                "--out",
-                f"{out}/run",
-            ]
-            good, printed = _run(["-m", "fullshard.train", *args, *options], world)
+            common = f"--steps 40 --batch {16 // world} --save-every 20 --out {out}/run"
+            command = f"-m fullshard.train {common} {options}".split()
+            good, printed = _run(command, world)
             rows = Path(out, "run", "metrics.jsonl")
             lines = rows.read_text().splitlines() if rows.exists() else []
         if not good or len(lines) != 40:

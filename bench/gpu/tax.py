@@ -12,25 +12,20 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import fullshard
-from bench.contenders import FSDP2, PER_PARAMETER, RAGGED, units
+from bench.contenders import FSDP2, PER_PARAMETER, RAGGED, Contender, units
 from bench.gpu.costs import NAMES, launched, measured, peak
 from bench.gpu.machine import Machine, Verdict
-from bench.gpu.model import TINY, Llama, Sizes
-
-__all__ = ["hosts", "tax_1b", "tax_8b", "tax_compiled"]
+from bench.gpu.model import TINY, Llama, Sizes, contenders, fused_adamw
 
 SHAPES = {
     "1B": Sizes(dim=2048, hidden=8192, heads=32, layers=16, vocab=128256, kv_heads=8),
@@ -60,8 +55,7 @@ class Trained(Llama):
         """See ``Llama``."""
         if not self._recomputes:
             return super().run_block(block, x)
-        out: Tensor = checkpoint(block, x, use_reentrant=False)
-        return out
+        return checkpoint(block, x, use_reentrant=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, length + 1) token ids to a loss."""
@@ -75,15 +69,6 @@ class Trained(Llama):
 
     def _loss(self, rows: Tensor, wanted: Tensor) -> Tensor:
         return F.cross_entropy(self.head(rows).float(), wanted, reduction="sum")
-
-
-class Way(NamedTuple):
-    """How a contender trains."""
-
-    wrap: Callable[[Any], Any]
-    sharded_optimizer: bool = False
-    casts_itself: bool = True
-    """False: operations are cast by ``torch.autocast``."""
 
 
 def _as_it_is(model: Any) -> Any:
@@ -101,22 +86,14 @@ def _tuned(model: Any) -> Any:
     return model
 
 
-def _ways(machine: Machine) -> dict[str, Way]:
-    mesh = init_device_mesh(machine.device.type, (1,))
+def _ways(machine: Machine) -> dict[str, Contender]:
     # Gloo's threads may wait for the interpreter while DDP, in a destructor, waits for them.
     ddp: Any = DistributedDataParallel if machine.is_real else _as_it_is
-    theirs = TorchPolicy(LOW, torch.float32)
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": fullshard.MixedPrecisionPolicy(LOW, torch.float32),
-    }
     return {
-        UNWRAPPED: Way(_as_it_is, casts_itself=False),
-        DDP: Way(ddp, casts_itself=False),
-        FSDP2: Way(units(torch_fully_shard, mesh=mesh, mp_policy=theirs)),
-        TUNED: Way(_tuned),
-        PER_PARAMETER: Way(units(fullshard.fully_shard, **options)),
-        RAGGED: Way(units(fullshard.fully_shard, **options, layout=fullshard.Ragged()), True),
+        UNWRAPPED: Contender(_as_it_is, fused_adamw),
+        DDP: Contender(ddp, fused_adamw),
+        TUNED: Contender(_tuned, fused_adamw),
+        **contenders(machine, world=1),
     }
 
 
@@ -127,27 +104,21 @@ def trained(machine: Machine, name: str, shape: str, compiled: bool) -> dict[str
     """Train the only model in this process; return times of steps, peaks and the last loss."""
     with machine.alone():
         way = _ways(machine)[name]
+        is_cast = name in (UNWRAPPED, DDP)  # by autocast; others cast by themselves
         sizes = SHAPES[shape] if machine.is_real else TINY
         torch.manual_seed(0)
         model: Any = Trained(sizes, recomputes=shape in RECOMPUTED).to(machine.device)
         if compiled and machine.is_real:
             for block in model.blocks:
                 block.compile()
-        model = way.wrap(model)
-        params, options = model.parameters(), {"lr": 1e-4, "fused": True}
-        optimizer: Any = (
-            fullshard.optim.ShardedOptimizer(params, torch.optim.AdamW, **options)
-            if way.sharded_optimizer
-            else torch.optim.AdamW(params, **options)
-        )
+        model, optimizer = way.make(model)
         length = LENGTH if machine.is_real else 16
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(sizes.vocab, (BATCH, length + 1), generator=generator)
         tokens = tokens.to(machine.device)
 
         def step() -> Tensor:
-            casts = nullcontext() if way.casts_itself else torch.autocast(machine.device.type, LOW)
-            with casts:
+            with torch.autocast(machine.device.type, LOW, enabled=is_cast):
                 loss: Tensor = model(tokens)
             loss.backward()
             optimizer.step()

@@ -10,8 +10,6 @@ from fullshard._torch import collectives as _collectives
 from fullshard.comm.native import Native
 from fullshard.device.streams import OnStream
 
-__all__ = ["collectives", "streams"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMEL = 1 << 16
 
@@ -21,7 +19,7 @@ def collectives(machine: Machine) -> Verdict:
     figures = {}
     with machine.alone() as group:
         native = Native(
-            machine.device.type, averages=_collectives.has_average(group, _type(machine))
+            machine.device.type, averages=_collectives.has_average(group, machine.device.type)
         )
         for dtype in DTYPES:
             values = torch.arange(NUMEL, device=machine.device).remainder(97).to(dtype)
@@ -36,14 +34,10 @@ def collectives(machine: Machine) -> Verdict:
     return Verdict(passed=True, figures=figures)
 
 
-def _type(machine: Machine) -> str:
-    return machine.device.type
-
-
 def _rounds(
     machine: Machine, group: dist.ProcessGroup, values: torch.Tensor, averages: bool
 ) -> str:
-    native = Native(_type(machine), averages=averages)
+    native = Native(machine.device.type, averages=averages)
     in_place, apart = values.clone(), torch.full_like(values, torch.nan)
     native.all_gather(group, [in_place], [in_place], "").wait()
     native.all_gather(group, [in_place, apart], [in_place, values], "").wait()
