@@ -23,11 +23,13 @@ KINDS = {
 }
 """Words of the error by which a failure on our engine is sorted; anything else is "other"."""
 
+OUTCOMES = ("ok", *KINDS, "skipped", "hangs", "other")
 
-def run(engine: str, source: Path, file: Path, given: argparse.Namespace) -> dict[str, Result]:
+
+def run(engine: str, file: Path, given: argparse.Namespace) -> dict[str, Result]:
     """Run the tests of a file on one engine; return what each did, by name."""
     command = [sys.executable, "-m", "tests.upstream.stand_in", engine, str(file), given.k]
-    paths = (str(source), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    paths = (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
@@ -59,26 +61,21 @@ def kind_of(result: Result | None) -> str:
 
 
 def row_of(file: Path, given: argparse.Namespace) -> str:
-    """Run a file everywhere; print what differs, and return its row of the table."""
-    theirs = run("torch", ROOT / "src", file, given)
+    """Run a file on both engines; print what differs, and return its row of the table."""
+    theirs = run("torch", file, given)
     passed = [name for name, one in theirs.items() if one.what == "ok"]
     for name, one in theirs.items():
         if one.what not in ("ok", "skipped"):
             print(f"not counted: {file.stem} {name}: {one.what} {one.error[:150]}", flush=True)
-    cells = [str(len(theirs)), str(len(passed))]
-    for source in (*given.before, ROOT / "src"):
-        ours = run("fullshard", source, file, given) if passed else {}
-        kinds = {name: kind_of(ours.get(name)) for name in passed}
-        counted = Counter(kinds.values())
-        if source == ROOT / "src":
-            for name, kind in kinds.items():
-                if kind != "ok":
-                    error = ours[name].error if name in ours else "no result"
-                    print(f"{kind}: {file.stem} {name}: {error[:250]}", flush=True)
-            cells += [str(counted[kind]) for kind in ("ok", *KINDS, "skipped", "hangs", "other")]
-        else:
-            cells.append(str(counted["ok"]))
-    return f"| {file.stem} | {' | '.join(cells)} |"
+    ours = run("fullshard", file, given) if passed else {}
+    kinds = {name: kind_of(ours.get(name)) for name in passed}
+    for name, kind in kinds.items():
+        if kind != "ok":
+            error = ours[name].error if name in ours else "no result"
+            print(f"{kind}: {file.stem} {name}: {error[:250]}", flush=True)
+    counted = Counter(kinds.values())
+    cells = [len(theirs), len(passed), *(counted[kind] for kind in OUTCOMES)]
+    return f"| {file.stem} | {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
@@ -88,20 +85,14 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a test")
     parser.add_argument("--ranks", type=int, default=2, help="devices that tests find")
     parser.add_argument("--at-once", type=int, default=2, help="tests that run at the same time")
-    parser.add_argument(
-        "--before", type=Path, action="append", default=[], help="src of a checkout to compare with"
-    )
     given = parser.parse_args()
     files = sorted(given.folder.rglob("test_*.py")) if given.folder.is_dir() else [given.folder]
     rows = []
     for file in files:
         rows.append(row_of(file, given))
         print(rows[-1], flush=True)
-    before = "".join(f" fullshard in {one} |" for one in given.before)
-    heads = f"| file | tests | PyTorch |{before} fullshard | {' | '.join(KINDS)} |"
-    print(f"\n{heads} skipped | hangs | other |")
-    print(f"|---|{'---|' * (len(KINDS) + 6 + len(given.before))}")
-    print("\n".join(rows))
+    heads = ["file", "tests", "PyTorch", "fullshard", *OUTCOMES[1:]]
+    print("", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows, sep="\n")
 
 
 if __name__ == "__main__":
