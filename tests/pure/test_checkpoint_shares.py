@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.checkpoint.format.datafile import BLOCK_NBYTES
+from fullshard.checkpoint.loading import Reader
 from fullshard.checkpoint.loading.read import _LARGEST, _parts_of_ranks, _Run, _shares
 
 SIZES = st.integers(1, 9 * BLOCK_NBYTES)
@@ -41,3 +42,16 @@ def test_a_rank_that_keeps_nothing_reads_nothing_unless_others_would_read_too_mu
     assert _parts_of_ranks([3, 1, 0, 0]) == [0.75, 0.25, 0.0, 0.0]
     parts = _parts_of_ranks([1, *[0] * 99])
     assert max(parts) < 0.05 and min(parts) > 0
+
+
+def test_batches_of_uneven_ranks_begin_and_end_with_blocks() -> None:
+    nbytes = 200 << 20
+    region = SimpleNamespace(numel=nbytes // 4)
+    part = SimpleNamespace(region=region, dtype="float32")
+    manifest: Any = SimpleNamespace(entry=lambda name: part, parts=lambda name: [part])
+    opened: Any = None
+    reader = Reader(opened, manifest, {}, world=3)
+    read = [run for batch in reader._batches(["a"], _parts_of_ranks([1, 2, 3])) for run in batch]
+    assert [run.start for run in read] == [0, *(run.stop for run in read[:-1])]
+    assert read[-1].stop == nbytes and len(read) > 2
+    assert all(run.start % BLOCK_NBYTES == 0 for run in read)

@@ -17,9 +17,9 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import xxhash
@@ -28,6 +28,8 @@ from torch import Tensor
 from fullshard.checkpoint.format.manifest import FileInfo, FilePart, digest_of
 from fullshard.checkpoint.format.places import ObjectUrl, Place, new_file
 from fullshard.errors import CheckpointError, ProtocolError, UnsupportedError
+
+Divided = TypeVar("Divided")
 
 BLOCK_NBYTES = 1 << 15
 """Size of the blocks; a multiple of every element's size."""
@@ -101,6 +103,31 @@ def _code(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
 def num_blocks(nbytes: int) -> int:
     """Return the number of blocks of a tensor's data."""
     return -(-nbytes // BLOCK_NBYTES)
+
+
+def batches(
+    sizes: Iterable[tuple[Divided, int, int]], limit_nbytes: int
+) -> Iterator[list[tuple[Divided, int, int]]]:
+    """Divide data into batches of limited size; yield for each item its bytes, start to stop.
+
+    Args:
+        sizes: items with their sizes, and the multiples at which they may be divided, in bytes.
+        limit_nbytes: the size of a batch, which exceeds it by less than one such multiple.
+    """
+    batch: list[tuple[Divided, int, int]] = []
+    room = limit_nbytes
+    for item, nbytes, unit in sizes:
+        start = 0
+        while start < nbytes:
+            stop = min(start + max(room // unit, 1) * unit, nbytes)
+            batch.append((item, start, stop))
+            room -= stop - start
+            start = stop
+            if room <= 0:
+                yield batch
+                batch, room = [], limit_nbytes
+    if batch:
+        yield batch
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

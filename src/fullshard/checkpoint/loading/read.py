@@ -219,23 +219,15 @@ class Reader:
         """Yield all blocks of the ``exchanged`` tensors, a limited number of bytes at a time."""
         if not exchanged:
             return
-        batch: list[_Run] = []
         # The memory is that of the largest share for each rank.
-        limit = room = int(_EXCHANGED_NBYTES / (max(parts) * self._world))
-        for name in exchanged:
-            itemsize = datafile.dtype_of(self.manifest.entry(name).dtype).itemsize
-            for part in self.manifest.parts(name):
-                nbytes, start = part.region.numel * itemsize, 0
-                while start < nbytes:
-                    stop = min(nbytes, start + room)
-                    batch.append(_Run(name, part, start, stop))
-                    room -= -(-(stop - start) // BLOCK_NBYTES) * BLOCK_NBYTES
-                    start = stop
-                    if room <= 0:
-                        yield batch
-                        batch, room = [], limit
-        if batch:
-            yield batch
+        limit_nbytes = int(_EXCHANGED_NBYTES / (max(parts) * self._world))
+        sizes = (
+            ((name, part), part.region.numel * datafile.dtype_of(part.dtype).itemsize, BLOCK_NBYTES)
+            for name in exchanged
+            for part in self.manifest.parts(name)
+        )
+        for batch in datafile.batches(sizes, limit_nbytes):
+            yield [_Run(name, part, start, stop) for (name, part), start, stop in batch]
 
     def _exchange(
         self, batch: Sequence[_Run], parts: Sequence[float], failure: Exception | None

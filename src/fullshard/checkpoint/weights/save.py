@@ -374,22 +374,16 @@ class _Plan:
     def rounds(self, rank: int, nbytes: int) -> Iterator[list[FilePiece]]:
         """Yield what ``rank`` writes, so many bytes at a time."""
         world = len(self.manifest.files)
-        batch: list[FilePiece] = []
-        room = nbytes
-        for number, file in enumerate(self.files):
-            for one in file if number % world == rank else ():
-                start = 0
-                while start < one.stored.region.numel:
-                    count = max(room // one.dtype.itemsize, 1)
-                    stop = min(start + count, one.stored.region.numel)
-                    batch.append(FilePiece(number, one, start, stop))
-                    room -= batch[-1].nbytes
-                    start = stop
-                    if room <= 0:
-                        yield batch
-                        batch, room = [], nbytes
-        if batch:
-            yield batch
+        sizes = (
+            ((number, one), one.nbytes, one.dtype.itemsize)
+            for number, file in enumerate(self.files)
+            for one in (file if number % world == rank else ())
+        )
+        for batch in datafile.batches(sizes, nbytes):
+            yield [
+                FilePiece(number, one, start // one.dtype.itemsize, stop // one.dtype.itemsize)
+                for (number, one), start, stop in batch
+            ]
 
     def write_index(self, folder: Place) -> None:
         """Write which tensor is in which file, if there are several."""
