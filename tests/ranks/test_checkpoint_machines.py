@@ -385,9 +385,8 @@ def test_who_reads_a_file_may_pause(server: peers.Server, monkeypatch: pytest.Mo
 
 def asked(server: peers.Server, key: str, *request: int) -> bytes:
     """Return what a stranger gets who sends a request."""
-    packed, port, _ = server.address.split()
-    with peers.dial(bytes.fromhex(packed), int(port)) as connection:
-        connection.settimeout(5)
+    host, port, _ = server.address.split()
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(peers._REQUEST.pack(bytes.fromhex(key), *request))
         found = b""
         while part := connection.recv(1000):

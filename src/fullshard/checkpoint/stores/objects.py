@@ -32,16 +32,6 @@ from fullshard.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 
-def new_save() -> str:
-    """Return a name for a save, which the names of its data files contain."""
-    return uuid.uuid4().hex[:12]
-
-
-def data_name(save: str, rank: int) -> str:
-    """Return the name of the data file that ``rank`` writes in a save."""
-    return f"rank-{rank:05d}-{save}.safetensors"
-
-
 def exists(url: ObjectUrl) -> bool:
     """Return whether there is a checkpoint at ``url``, intact or not."""
     return MANIFEST in url.below()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hmac
-import ipaddress
 import os
 import secrets
 import socket
@@ -18,15 +17,13 @@ from fullshard.checkpoint.format import CHUNK_NBYTES, new_file
 from fullshard.comm.heartbeat import stall_s
 from fullshard.errors import CheckpointError, UnsupportedError
 
-__all__ = ["dial", "listener"]
-
 _SIOCGIFADDR = 0x8915
 _PLAIN = {"", "TCP", "UV"}
 """Values of GLOO_DEVICE_TRANSPORT for which bytes travel unencrypted over TCP."""
 
 
-def listener() -> tuple[socket.socket, bytes]:
-    """Return a socket that listens at our address, and the address, an IPv6 one or mapped to one.
+def _listener() -> socket.socket:
+    """Return a socket that listens at our address.
 
     The address is that of the first interface in GLOO_SOCKET_IFNAME; without that variable, the
     first address of the host's name that works.
@@ -40,30 +37,12 @@ def listener() -> tuple[socket.socket, bytes]:
         raise UnsupportedError(f"gloo uses {transport}")
     failure = OSError("no address")
     for host in _hosts():
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            packed = ipaddress.ip_address(host)
-            listening = socket.create_server((host, 0), family=_family(packed), backlog=1024)
+            return socket.create_server((host, 0), family=family, backlog=1024)
         except OSError as error:
             failure = error
-            continue
-        listening.setblocking(False)
-        mapped = packed if packed.version == 6 else ipaddress.ip_address(f"::ffff:{packed}")
-        return listening, mapped.packed
     raise failure
-
-
-def dial(address: bytes, port: int) -> socket.socket:
-    """Return a socket that is connecting to ``address``, as ``listener`` returned it."""
-    host = ipaddress.IPv6Address(address)
-    target = host.ipv4_mapped or host
-    connection = socket.socket(_family(target))
-    connection.setblocking(False)
-    connection.connect_ex((str(target), port))
-    return connection
-
-
-def _family(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> socket.AddressFamily:
-    return socket.AF_INET if address.version == 4 else socket.AF_INET6
 
 
 def _hosts() -> Iterator[str]:
@@ -88,7 +67,7 @@ def _addresses_of(interface: str) -> Iterator[str]:
     for line in table.read_text().splitlines() if table.exists() else []:
         address, _, _, scope, _, name = line.split()
         if name == interface and scope != "20":
-            yield str(ipaddress.IPv6Address(bytes.fromhex(address)))
+            yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
 
 
 _KEY_NBYTES = 32
@@ -114,10 +93,9 @@ class Server:
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._paths = [folder / name for name in names]
         self._key = secrets.token_bytes(_KEY_NBYTES)
-        self._listening, packed = listener()
-        self._listening.setblocking(True)
-        port = self._listening.getsockname()[1]
-        self.address = f"{packed.hex()} {port} {self._key.hex()}"
+        self._listening = _listener()
+        host, port, *_ = self._listening.getsockname()
+        self.address = f"{host} {port} {self._key.hex()}"
         self._connections: set[socket.socket] = set()
         threading.Thread(target=self._accept, name="fullshard files", daemon=True).start()
 
@@ -180,10 +158,9 @@ class PeerFile:
     def __init__(self, address: str, number: int, name: str, nbytes: int) -> None:
         self.name = name
         self.nbytes = nbytes
-        packed, port, key = address.split()
+        self._host, self._port, key = address.split()
         self._key, self._number = bytes.fromhex(key), number
-        self._connection = dial(bytes.fromhex(packed), int(port))
-        self._connection.settimeout(stall_s())
+        self._connection: socket.socket | None = None
 
     def read(self, offset: int, into: memoryview) -> None:
         """Read from ``offset`` on, as many bytes as ``into`` has.
@@ -192,6 +169,9 @@ class PeerFile:
             CheckpointError: the other machine does not send them, for ``stall_s`` without a byte.
         """
         try:
+            if self._connection is None:
+                where = self._host, int(self._port)
+                self._connection = socket.create_connection(where, stall_s())
             self._connection.sendall(_REQUEST.pack(self._key, self._number, offset, into.nbytes))
             why = "" if _receive(self._connection, into) else "it hung up"
         except OSError as error:
@@ -203,7 +183,8 @@ class PeerFile:
 
     def close(self) -> None:
         """Close the connection."""
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
 
 def copy(source: PeerFile, target: Path) -> None:

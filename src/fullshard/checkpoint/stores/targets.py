@@ -11,11 +11,9 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -44,81 +42,35 @@ log = logging.getLogger(__name__)
 Parts = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
-class SaveTarget(Protocol):
-    """The place of a new checkpoint."""
-
-    machines: Machines
-
-    @property
-    def path(self) -> Place:
-        """The folder or URL of the checkpoint."""
-        ...
-
-    def check(self) -> None:
-        """Raise if this rank lacks something that writing there needs; on every rank."""
-
-    def begin(self) -> str:
-        """Make the place to write to; on the first rank.
-
-        Returns:
-            The name of the save.
-
-        Raises:
-            ConfigError: something is at ``path``.
-        """
-        ...
-
-    def file_name(self, save: str, rank: int) -> str:
-        """Return the name of the data file of ``rank``."""
-        ...
-
-    def writer(self, save: str, name: str, parts: Parts) -> DataWriter:
-        """Return the new data file of this rank."""
-        ...
-
-    def copy(self, council: Council, save: str, files: Sequence[FileInfo]) -> None:
-        """Copy data files to other machines, if there are several; a collective."""
-
-    def seal(self, save: str, manifest: bytes) -> None:
-        """Check or flush the data files, and write the manifest next to them."""
-
-    def appear(self, save: str, manifest: bytes) -> None:
-        """Let the sealed checkpoint appear at ``path``, at once or not at all."""
-
-    def undo(self, save: str) -> None:
-        """Remove what the save has written."""
-
-
 class FolderTarget:
     """A new folder, which appears by its renaming: of all ranks, or of each machine.
 
     Args:
         path: the folder, on each of the ``machines``.
         machines: of the ranks.
-        copies: how many machines have each file.
-        appears: gives a complete folder the name ``path`` on this machine, whatever has that name.
-            None: nothing may have it.
+        copies: how many machines have each file; None: one folder is all ranks'.
+        replaces: as for ``target_at``.
     """
 
     def __init__(
-        self,
-        path: Path,
-        machines: Machines,
-        copies: int = 1,
-        appears: Callable[[Path], None] | None = None,
+        self, path: Path, machines: Machines, copies: int | None, replaces: int | None
     ) -> None:
         self.path = path
         self.machines = machines
         self._copies = copies
-        self._appears = appears
+        self._replaces = replaces
 
     def check(self) -> None:
         """Return at once: folders need no package."""
 
     def begin(self) -> str:
-        """Make an unfinished folder."""
+        """Make an unfinished folder; on the first rank. Return the name of the save.
+
+        Raises:
+            ConfigError: something is at ``path``.
+        """
         refuse_name(self.path)
-        if self._appears is None and self.path.exists():
+        if self._replaces is None and self.path.exists():
             raise ConfigError("there is something at this path; a checkpoint needs a new one")
         name = f"{UNFINISHED}{self.path.name}-{uuid.uuid4().hex[:8]}"
         make_folder(self.path.with_name(name))
@@ -137,15 +89,19 @@ class FolderTarget:
 
     def copy(self, council: Council, save: str, files: Sequence[FileInfo]) -> None:
         """Copy data files to the next machines."""
-        copy_files(council, self.machines, self._copies, self.path.with_name(save), files)
+        copy_files(council, self.machines, self._copies or 1, self.path.with_name(save), files)
 
     def seal(self, save: str, manifest: bytes) -> None:
         """Write the manifest, and flush the folder."""
         seal(self.path.with_name(save), manifest)
 
     def appear(self, save: str, manifest: bytes) -> None:
-        """Rename the folder."""
-        (self._appears or partial(publish, path=self.path))(self.path.with_name(save))
+        """Let the sealed checkpoint appear, at once or not at all: rename its folder."""
+        unfinished, removes = self.path.with_name(save), self._copies is not None
+        if self._replaces is None:
+            publish(unfinished, self.path)
+        else:
+            supersede(unfinished, self.path, self._replaces, removes=removes)
 
     def undo(self, save: str) -> None:
         """Remove the unfinished folder."""
@@ -158,11 +114,10 @@ class ObjectTarget:
     Args:
         path: the URL.
         council: of all ranks.
-        replaces: the step of the checkpoint, which takes the place of those from this step on.
-            None: there may be no checkpoint at the URL.
+        replaces: as for ``target_at``.
     """
 
-    def __init__(self, path: ObjectUrl, council: Council, replaces: int | None = None) -> None:
+    def __init__(self, path: ObjectUrl, council: Council, replaces: int | None) -> None:
         self.path = path
         self.machines = Machines.sharing(council)
         self._replaces = replaces
@@ -173,17 +128,21 @@ class ObjectTarget:
         self.path.check()
 
     def begin(self) -> str:
-        """Choose a name for the save, and remove files of killed ones."""
+        """Choose a name for the save, and remove files of killed ones; on the first rank.
+
+        Raises:
+            ConfigError: a checkpoint is at the URL.
+        """
         refuse_name(self.path)
         with _on_first_rank():
             if self._replaces is None and objects.exists(self.path):
                 raise ConfigError("there is a checkpoint at this URL; give a new one")
             objects.remove_unfinished_at(self.path)
-        return objects.new_save()
+        return uuid.uuid4().hex[:12]
 
     def file_name(self, save: str, rank: int) -> str:
         """Return the name of the data file of ``rank``."""
-        return objects.data_name(save, rank)
+        return f"rank-{rank:05d}-{save}.safetensors"
 
     def writer(self, save: str, name: str, parts: Parts) -> DataWriter:
         """Return the new data file of this rank."""
@@ -238,6 +197,10 @@ class ObjectTarget:
             objects.remove_save(self.path, save)
 
 
+SaveTarget = FolderTarget | ObjectTarget
+"""The place of a new checkpoint."""
+
+
 @contextmanager
 def _on_first_rank() -> Iterator[None]:
     """Name the rank in the errors of an object store, as a decision does not."""
@@ -267,10 +230,7 @@ def target_at(
     """
     if isinstance(path, ObjectUrl):
         return ObjectTarget(path, council, replaces)
-    appears = None
-    if replaces is not None:
-        appears = partial(supersede, path=path, step=replaces, removes=copies is not None)
-    return FolderTarget(path, machines or Machines.sharing(council), copies or 1, appears)
+    return FolderTarget(path, machines or Machines.sharing(council), copies, replaces)
 
 
 def exists_at(path: Place) -> bool:
