@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from fullshard.checkpoint.format import (
     FileInfo,
     Manifest,
     Place,
+    TensorEntry,
     datafile,
     decode,
     described,
@@ -29,16 +30,17 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.loading.read import Reader, WantedPart
 from fullshard.checkpoint.saving import await_save
 from fullshard.checkpoint.state import (
+    Announced,
+    Key,
+    OptimStateToLoad,
     Stepped,
     Tree,
     load_into,
-    optim_state_to_load,
     part_here,
     some,
 )
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.optim.flat import is_cut, one_for_many
 from fullshard.tensors import is_on_one_rank
 
 
@@ -121,7 +123,7 @@ def load_from(
         for wanted in target.again:
             with Reader(opened, reader.manifest, wanted) as alone:
                 alone.read([])
-        target.convert(optimizer)
+        target.convert()
 
     council.agree(read)
     council.agree(lambda: target.put(optimizer))
@@ -174,10 +176,9 @@ class Target:
         self._strict = strict
         self._tree = Tree(model, "load")
         self._model_state: dict[str, Any] = {}
-        self._optimizer_state: dict[str, Any] = {}
-        self._to_load: dict[str, Any] = {}
+        self._optimizer_state: dict[Any, Any] = {}
+        self._to_load: OptimStateToLoad | None = None
         self._problems: list[str] = []
-        self._has_optimizer_state = any("optimizer" in c.values for c in manifest.contents)
         self._add_model()
         if optimizer is not None:
             self._add_optimizer(optimizer)
@@ -189,18 +190,17 @@ class Target:
         """The names of the tensors that the model loads, in order."""
         return sorted(self._model_state)
 
-    def convert(self, optimizer: Optimizer | None) -> None:
+    @torch.no_grad()
+    def convert(self) -> None:
         """Make what the optimizer loads; changes nothing yet."""
-        if optimizer is not None and self._has_optimizer_state:
-            state, strict = self._optimizer_state, self._strict
-            self._to_load = optim_state_to_load(
-                self._model, optimizer, state, "load", strict=strict, copies=False, agrees=False
-            )
+        if self._to_load is not None:
+            get = self._optimizer_state.__getitem__
+            self._optimizer_state = self._to_load.state_dict(get, copies=False)
 
     def put(self, optimizer: Optimizer | None) -> None:
         """Copy everything into the optimizer, which may refuse it, and the model."""
-        if optimizer is not None and self._has_optimizer_state:
-            optimizer.load_state_dict(self._to_load)
+        if optimizer is not None and self._to_load is not None:
+            optimizer.load_state_dict(self._optimizer_state)
         load_into(self._model, self._model_state, "load", strict=False, agrees=False)
 
     def _add_model(self) -> None:
@@ -235,50 +235,37 @@ class Target:
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         stored = [c.values["optimizer"] for c in self._manifest.contents if "optimizer" in c.values]
-        if not stored and not self._strict:
-            return
         if not stored:
-            self._problems.append("the checkpoint has no state of an optimizer")
+            if self._strict:
+                self._problems.append("the checkpoint has no state of an optimizer")
             return
         stepped = Stepped(self._tree, optimizer)
-        shown = {**dict(self._tree.named()), **stepped.shown}
-        state: dict[str, dict[str, Any]] = {}
-        kept = list(self._kept())
-        entries = [(name, key, self._manifest.entry(full)) for full, name, key in kept]
-        singles = stepped.singles | one_for_many(
-            (shown[name].shape, key, torch.Size(entry.shape))
-            for name, key, entry in entries
-            if name in shown
-        )
-        for full, name, key in kept:
-            param, entry = shown.get(name), self._manifest.entry(full)
-            if param is None:
-                if self._strict:
-                    self._problems.append(f"the optimizer lacks {name}, which has state {key!r}")
-                continue
-            shape, is_dtensor = torch.Size(entry.shape), entry.placements is not None
-            on_one = is_dtensor and is_on_one_rank(entry.placements or ())
-            like = None
-            if name in stepped.shown:
-                kind = {"is_dtensor": is_dtensor, "is_on_one_rank": on_one}
-                like = stepped.like(name, key, shape, singles, **kind)
-            elif is_cut(key, shape, param.shape, singles, is_dtensor=is_dtensor):
-                like = param
-            like = torch.empty(shape, device="meta") if like is None else like
-            state.setdefault(name, {})[key] = self._want(full, like, None)
-        for one in stored:
-            for name, values in one["state"].items():
-                state.setdefault(name, {}).update(decode(values))
-        groups = [group for one in stored for group in decode(one["param_groups"])]
-        self._optimizer_state = {"state": state, "param_groups": groups}
-
-    def _kept(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the optimizer's tensors: name in the checkpoint, parameter, name of the state."""
+        known = {**dict(self._tree.named()), **stepped.shown}
+        announced: dict[Key, Announced] = {}
         for full in self._manifest.names():
             kind, _, rest = full.partition("/")
-            if kind == "optimizer":
-                name, _, key = rest.rpartition("/")
-                yield full, name, key
+            name, _, key = rest.rpartition("/")
+            if kind == "optimizer" and name in known:
+                announced[name, key] = _announced(self._manifest.entry(full))
+            elif kind == "optimizer" and self._strict:
+                self._problems.append(f"the optimizer lacks {name}, which has state {key!r}")
+        for one in stored:
+            for name, values in one["state"].items():
+                for key, value in decode(values).items():
+                    announced[name, key] = Announced(None, value=value)
+        groups = [group for one in stored for group in decode(one["param_groups"])]
+        announced["param_groups"] = Announced(None, value=groups)
+        if self._problems:
+            return
+        found = OptimStateToLoad("load", self._tree, stepped, announced, self._strict)
+        for (name, key), like in found.likes.items():
+            one = announced[name, key]
+            if one.shape is None:
+                self._optimizer_state[name, key] = one.value
+            else:
+                like = torch.empty(one.shape, device="meta") if like is None else like
+                self._optimizer_state[name, key] = self._want(f"optimizer/{name}/{key}", like, None)
+        self._to_load = found
 
     def _want(self, full: str, like: Tensor, own: Tensor | None) -> Tensor | None:
         """Return memory for a tensor that is cut like ``like``, and have it filled."""
@@ -304,6 +291,13 @@ class Target:
         else:
             self.wanted[full] = WantedPart(region, local.view(-1))
         return _dtensor.dtensor_like(like, local) if isinstance(like, DTensor) else local
+
+
+def _announced(entry: TensorEntry) -> Announced:
+    placements = entry.placements or ()
+    is_dtensor = entry.placements is not None
+    is_on_one = is_dtensor and is_on_one_rank(placements)
+    return Announced(torch.Size(entry.shape), None, is_dtensor, is_on_one)
 
 
 def _overlaps_itself(value: Tensor) -> bool:

@@ -12,6 +12,7 @@ from fullshard.checkpoint.state.model import (
 )
 from fullshard.checkpoint.state.optimized import Stepped
 from fullshard.checkpoint.state.optimizer import (
+    OptimStateToLoad,
     full_optim_state,
     full_optim_state_dict,
     load_full_optim_state_dict,
@@ -20,4 +21,4 @@ from fullshard.checkpoint.state.optimizer import (
     sharded_optim_state,
     sharded_optim_state_dict,
 )
-from fullshard.checkpoint.state.rows import Row, Tree, part_here, sharded, some
+from fullshard.checkpoint.state.rows import Announced, Key, Row, Tree, part_here, sharded, some

@@ -179,7 +179,7 @@ def _check(what: str, rows: Sequence[Row], source: Source, *, strict: bool) -> N
         problems.append(f"unexpected: {some(unexpected)}")
     for row in rows:
         if row.name in source.announced and isinstance(row.value, Tensor):
-            shape = source.shape_of(row.name)
+            shape = source.announced[row.name].shape
             if shape != row.value.shape:
                 got = "no tensor" if shape is None else tuple(shape)
                 problems.append(f"{row.name}: got {got}, expected {tuple(row.value.shape)}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.state.rows import Tree
+from fullshard.checkpoint.state.rows import Announced, Tree
 from fullshard.errors import ConfigError
 from fullshard.frontend.places import Held
 from fullshard.optim.flat import is_cut, is_cut_tensor, one_for_many
@@ -89,14 +89,7 @@ class Stepped:
         return {part.name: part.shown for parts in self._parts for part in parts}
 
     def like(
-        self,
-        name: str,
-        key: str,
-        shape: torch.Size | None,
-        singles: Container[str],
-        *,
-        is_dtensor: bool,
-        is_on_one_rank: bool,
+        self, name: str, key: str, announced: Announced, singles: Container[str]
     ) -> Tensor | None:
         """Return a tensor cut as this state is here; None: it is equal on all ranks.
 
@@ -106,17 +99,16 @@ class Stepped:
 
         Args:
             name, key: the parameter and the optimizer's name of the state.
-            shape: of the state to load; None if it is no tensor.
+            announced: the state to load.
             singles: see ``is_cut``.
-            is_dtensor: the state was a DTensor.
-            is_on_one_rank: one rank had it.
         """
-        shown = self.shown[name]
+        shown, shape = self.shown[name], announced.shape
         if self._state_like is not None and shape is not None:
             like = self._state_like(self._param_of[name], key, shape)
             if like is not None:
                 return like
-        is_cut_dtensor = is_dtensor and not (is_on_one_rank and shape != shown.shape)
+        is_owned = announced.is_on_one_rank and shape != shown.shape
+        is_cut_dtensor = announced.is_dtensor and not is_owned
         return (
             shown if is_cut(key, shape, shown.shape, singles, is_dtensor=is_cut_dtensor) else None
         )

@@ -11,8 +11,8 @@ of an ``OwnedOptimizer``, of any shape, is cut so that owners hold it whole.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint.state.agreement import Item, check_alike, items_of, refused_by_all
 from fullshard.checkpoint.state.optimized import Kept, StateDict, Stepped
-from fullshard.checkpoint.state.rows import Key, Row, Source, Tree, full, sharded
+from fullshard.checkpoint.state.rows import Announced, Key, Row, Source, Tree, full, sharded
 from fullshard.errors import ConfigError
 from fullshard.optim.flat import one_for_many
 from fullshard.optim.inner import Groups, numbered, options_of
@@ -198,8 +198,6 @@ def optim_state_to_load(
     spread: bool = False,
     strict: bool,
     all_params: bool = True,
-    copies: bool = True,
-    agrees: bool = True,
     may_be_empty: bool = True,
 ) -> dict[str, Any]:
     """Return the input of ``optimizer.load_state_dict``; see ``load_full_optim_state_dict``.
@@ -209,14 +207,18 @@ def optim_state_to_load(
         send: broadcast ``state`` from the first rank.
         spread: ``state`` holds DTensors.
         all_params: False: omit parameters that are in no group of ``state`` from the groups.
-        copies: False: the result may have the memory of ``state``.
-        agrees: False: the caller tells the other ranks of errors.
         may_be_empty: False: refuse a ``state`` without the key "state".
     """
     tree = Tree(module, what)
     stepped = Stepped(tree, optimizer)
     mesh = tree.mesh
-    with refused_by_all(what, mesh if agrees else None, sends=send):
+
+    def find(source: Source) -> OptimStateToLoad:
+        found = OptimStateToLoad(what, tree, stepped, source.announced, strict, all_params)
+        found.check_shapes()
+        return found
+
+    with refused_by_all(what, mesh, sends=send):
         values: dict[Key, Any] = dict(_flat(state or {}, unwraps=stepped.unwraps))
         if not (send or may_be_empty or "state" in (state or {})):
             raise ConfigError(
@@ -224,75 +226,14 @@ def optim_state_to_load(
             )
         if not send:
             source = Source(values, mesh=None, device=tree.device)
-            wanted = _wanted(what, tree, stepped, source, strict=strict, all_params=all_params)
+            found = find(source)
     if send:
         source = Source(values, mesh=mesh, device=tree.device)
-        wanted = _wanted(what, tree, stepped, source, strict=strict, all_params=all_params)
-    loaded, needed, likes, groups = wanted
+        found = find(source)
     if send or spread:
-        keys = (key for key, _ in needed if send or loaded.is_dtensor(key))
+        keys = (key for key in found.likes if send or source.announced[key].is_dtensor)
         check_alike(what, mesh, (Item(*key) for key in keys))
-    own: dict[str, dict[str, Any]] = {}
-    for (name, key), _ in needed:
-        value, like = source.get((name, key)), likes[name, key]
-        if like is not None:
-            part = taken_by(like, value)
-            part = part.clone() if copies else part
-            value = shown_like(like, part.to(stepped.device_of(name)))
-        elif isinstance(value, DTensor):
-            value = value.full_tensor()
-        elif isinstance(value, Tensor):
-            value = value.clone()  # an optimizer would change the caller's step count in place
-        own.setdefault(loaded.own_name[name], {})[key] = value
-    return {"state": stepped.to_load(own), "param_groups": groups}
-
-
-class _Wanted(NamedTuple):
-    """The part of the loaded state that this optimizer takes."""
-
-    loaded: _Loaded
-    needed: list[tuple[tuple[str, str], Tensor]]
-    """Keys to load, with their parameters, see ``_Loaded.needed``."""
-    likes: dict[tuple[str, str], Tensor | None]
-    """Tensors that are cut as the state is here, by key, see ``_Loaded.like``."""
-    groups: list[dict[str, Any]]
-
-
-def _wanted(
-    what: str,
-    tree: Tree,
-    stepped: Stepped,
-    source: Source,
-    *,
-    strict: bool,
-    all_params: bool,
-) -> _Wanted:
-    """Check what ``source`` holds; return what of it is needed. Nothing is communicated."""
-    params = stepped.shown
-    loaded = _Loaded(what, tree, source, source.get("param_groups"))
-    if strict:
-        loaded.check(params)
-    groups = _groups_to_load(stepped, loaded, all_params=all_params)
-    needed = list(loaded.needed(params))
-    singles = stepped.singles | one_for_many(
-        (param.shape, key[1], source.shape_of(key)) for key, param in needed
-    )
-    likes = {(name, key): loaded.like(stepped, name, key, singles) for (name, key), _ in needed}
-    for (name, key), _ in needed:
-        loaded.check_shape(name, key, likes[name, key])
-    return _Wanted(loaded, needed, likes, groups)
-
-
-def _groups_to_load(stepped: Stepped, loaded: _Loaded, *, all_params: bool) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, with parameter numbers and with the loaded options."""
-    groups: list[dict[str, Any]] = []
-    of_empty = loaded.options_of_empty()
-    for group, names_of in stepped.by_group():
-        names = [name for names in names_of.values() for name in names]
-        options = loaded.options(names) if names else next(of_empty, {})
-        params = [n for n in names_of if all_params or not loaded.grouped.isdisjoint(names_of[n])]
-        groups.append({**group, **options, "params": params})
-    return groups
+    return found.state_dict(source.get, copies=True)
 
 
 def _flat(state: Mapping[str, Any], *, unwraps: bool) -> Iterator[tuple[Key, Any]]:
@@ -309,24 +250,68 @@ def _flat(state: Mapping[str, Any], *, unwraps: bool) -> Iterator[tuple[Key, Any
     )
 
 
-class _Loaded:
-    """The state to load, under the names of this model."""
+class OptimStateToLoad:
+    """The part of loaded state that an optimizer takes, under the names of this model.
 
-    def __init__(self, what: str, tree: Tree, source: Source, groups: list[dict[str, Any]]) -> None:
+    Args:
+        what: the call, for messages.
+        tree: the model.
+        stepped: the parameters of the optimizer.
+        announced: the state by (name, key), and under "param_groups" the groups.
+        strict: refuse parameters that are in no loaded group, and state that the model lacks.
+        all_params: as for ``optim_state_to_load``.
+
+    Attributes:
+        likes: by the keys to load, in an order equal on all ranks, a tensor that is cut as the
+            state is here, see ``Stepped.like``.
+
+    Raises:
+        ConfigError: names or groups do not fit. Nothing is communicated.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        tree: Tree,
+        stepped: Stepped,
+        announced: Mapping[Key, Announced],
+        strict: bool,
+        all_params: bool = True,
+    ) -> None:
         self._what = what
-        self._source = source
-        self._groups = groups
+        self._stepped = stepped
+        self._announced = announced
+        self._groups: list[dict[str, Any]] = announced["param_groups"].value
         first_name = {id(param): name for name, param in tree.named()}
-        self.own_name = {row.name: first_name.get(id(row.value), row.name) for row in tree.rows()}
-        self.grouped = {self._own(name) for group in groups for name in group["params"]}
+        self._own_name = {row.name: first_name.get(id(row.value), row.name) for row in tree.rows()}
+        self._grouped = {self._own(name) for group in self._groups for name in group["params"]}
+        keys = [key for key in announced if isinstance(key, tuple)]
+        if strict:
+            self._check({name for name, _ in keys})
+        self._groups_to_load = self._regrouped(all_params=all_params)
+        # In the order of the model, so that the last one of tied names wins.
+        place = {name: at for at, name in enumerate(self._own_name)}
+        shown = stepped.shown
+        needed = [
+            key
+            for key in sorted(keys, key=lambda key: place.get(key[0], -1))
+            if self._own(key[0]) in shown
+        ]
+        singles = stepped.singles | one_for_many(
+            (shown[self._own(name)].shape, key, announced[name, key].shape) for name, key in needed
+        )
+        self.likes = {
+            (name, key): stepped.like(self._own(name), key, announced[name, key], singles)
+            for name, key in needed
+        }
 
     def _own(self, name: str) -> str:
-        return self.own_name.get(name, name)
+        return self._own_name.get(name, name)
 
-    def check(self, names: Iterable[str]) -> None:
+    def _check(self, names: Iterable[str]) -> None:
         """Refuse names that the loaded groups or the model lack."""
-        missing = [name for name in names if name not in self.grouped]
-        unknown = sorted({str(k[0]) for k in self._keys() if k[0] not in self.own_name})
+        missing = [name for name in self._stepped.shown if name not in self._grouped]
+        unknown = sorted(str(name) for name in names if name not in self._own_name)
         if missing or unknown:
             raise ConfigError(
                 f"{self._what}: the state does not fit the optimizer; parameters that it lacks: "
@@ -334,7 +319,20 @@ class _Loaded:
                 "what fits"
             )
 
-    def options(self, names: Sequence[str]) -> dict[str, Any]:
+    def _regrouped(self, *, all_params: bool) -> list[dict[str, Any]]:
+        """Return the optimizer's groups, with parameter numbers and with the loaded options."""
+        groups: list[dict[str, Any]] = []
+        of_empty = (options_of(group) for group in self._groups if not group["params"])
+        for group, names_of in self._stepped.by_group():
+            names = [name for names in names_of.values() for name in names]
+            options = self._options(names) if names else next(of_empty, {})
+            params = [
+                n for n in names_of if all_params or not self._grouped.isdisjoint(names_of[n])
+            ]
+            groups.append({**group, **options, "params": params})
+        return groups
+
+    def _options(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the loaded options of the parameters ``names``, which are in one group now."""
         wanted = set(names)
         found = [
@@ -349,47 +347,35 @@ class _Loaded:
             )
         return found[0] if found else {}
 
-    def options_of_empty(self) -> Iterator[dict[str, Any]]:
-        """Yield the options of loaded groups without parameters, in order."""
-        return (options_of(group) for group in self._groups if not group["params"])
+    def check_shapes(self) -> None:
+        """Refuse DTensors whose shapes are not their parameters', as both are cut alike."""
+        for (name, key), like in self.likes.items():
+            announced = self._announced[name, key]
+            if like is not None and announced.is_dtensor and announced.shape != like.shape:
+                raise ConfigError(
+                    f"{self._what}: state {key!r} of {name} is a DTensor of "
+                    f"{tuple(announced.shape or ())}, the parameter is of {tuple(like.shape)}"
+                )
 
-    def needed(self, params: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """Yield keys to load, with their parameters, in model order; the last tied name wins."""
-        place = {name: i for i, name in enumerate(self.own_name)}
-        for key in sorted(self._keys(), key=lambda key: place.get(key[0], -1)):
-            param = params.get(self._own(key[0]))
-            if param is not None:
-                yield key, param
+    def state_dict(self, get: Callable[[Key], Any], *, copies: bool) -> dict[str, Any]:
+        """Return the input of ``optimizer.load_state_dict``.
 
-    def like(self, stepped: Stepped, name: str, key: str, singles: Container[str]) -> Tensor | None:
-        """Return a tensor cut as this state is here, see ``Stepped.like``."""
-        announced = self._source.announced[name, key]
-        return stepped.like(
-            self._own(name),
-            key,
-            self._source.shape_of((name, key)),
-            singles,
-            is_dtensor=self.is_dtensor((name, key)),
-            is_on_one_rank=getattr(announced, "is_on_one_rank", False),
-        )
-
-    def check_shape(self, name: str, key: str, like: Tensor | None) -> None:
-        """Refuse a DTensor whose shape is not its parameter's, as both are cut alike."""
-        shape = self._source.shape_of((name, key))
-        if like is not None and shape != like.shape and self.is_dtensor((name, key)):
-            raise ConfigError(
-                f"{self._what}: state {key!r} of {name} is a DTensor of {tuple(shape or ())}, the "
-                f"parameter is of {tuple(like.shape)}"
-            )
-
-    def is_dtensor(self, key: tuple[str, str]) -> bool:
-        """Return whether the loaded value is a DTensor."""
-        return getattr(self._source.announced[key], "is_dtensor", False)
-
-    def _keys(self) -> Iterator[tuple[str, str]]:
-        for key in self._source.announced:
-            if isinstance(key, tuple):
-                yield key
+        Args:
+            get: returns a value to load; DTensors that are cut otherwise are gathered.
+            copies: False: the result may have the memory of the values.
+        """
+        own: dict[str, Kept] = {}
+        for (name, key), like in self.likes.items():
+            value, own_name = get((name, key)), self._own(name)
+            if like is not None:
+                part = taken_by(like, value).to(self._stepped.device_of(own_name), copy=copies)
+                value = shown_like(like, part)
+            elif isinstance(value, DTensor):
+                value = value.full_tensor()
+            elif isinstance(value, Tensor):
+                value = value.clone()  # an optimizer would change the caller's step count in place
+            own.setdefault(own_name, {})[key] = value
+        return {"state": self._stepped.to_load(own), "param_groups": self._groups_to_load}
 
 
 def _make_state(optimizer: Optimizer) -> None:

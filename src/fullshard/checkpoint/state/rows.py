@@ -33,15 +33,25 @@ Key = str | tuple[str, str]
 """A name in a model's state dict, or a parameter's name and the name of its optimizer state."""
 
 
-class _Announced(NamedTuple):
-    """The description of a tensor that ``Source.get`` returns later."""
+class Announced(NamedTuple):
+    """The description of a value to load, which may be with another rank or in a file."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    is_dtensor: bool
-    is_on_one_rank: bool
-    number: Tensor | None
-    """The tensor itself, on the CPU, if it has no dims (such as a step count)."""
+    shape: torch.Size | None
+    """None: the value is no tensor."""
+    dtype: torch.dtype | None = None
+    is_dtensor: bool = False
+    is_on_one_rank: bool = False
+    value: Any = None
+    """The value itself if it is no tensor, or a tensor without dims, such as a step count."""
+
+    @classmethod
+    def of(cls, value: Any) -> Announced:
+        """Describe ``value``."""
+        if not isinstance(value, Tensor):
+            return cls(None, value=value)
+        if isinstance(value, DTensor):
+            return cls(value.shape, value.dtype, True, is_on_one_rank(value.placements))
+        return cls(value.shape, value.dtype, value=None if value.dim() else value.detach().cpu())
 
 
 class Source:
@@ -57,52 +67,30 @@ class Source:
         self._values = values
         self._mesh = mesh
         self._device = device
-        announced = {key: _announce(value) for key, value in values.items()}
-        if mesh is not None:
-            announced = broadcast_object_from_first(announced, mesh)
-        self.announced: dict[Key, Any] = announced
-        if mesh is not None and any(
-            isinstance(one, _Announced) and one.is_dtensor for one in announced.values()
-        ):
+        self.announced = {key: Announced.of(value) for key, value in values.items()}
+        if mesh is None:
+            return
+        self.announced = broadcast_object_from_first(self.announced, mesh)
+        if any(one.is_dtensor for one in self.announced.values()):
             raise ConfigError(
                 "broadcast_from_rank0=True: rank 0 gave DTensors, expected whole plain tensors; "
                 "load sharded state on every rank"
             )
 
-    def shape_of(self, key: Key) -> torch.Size | None:
-        """Return the shape of a tensor; None for any other value."""
-        announced = self.announced[key]
-        return announced.shape if isinstance(announced, _Announced) else None
-
     def get(self, key: Key) -> Any:
         """Return the value of ``key``; a collective if there is a mesh."""
-        announced = self.announced[key]
         if self._mesh is None:
             return self._values[key]
-        if not isinstance(announced, _Announced):
-            return announced
-        if announced.number is not None:
-            return announced.number
+        announced = self.announced[key]
+        if announced.shape is None or announced.value is not None:
+            return announced.value
         own = self._values.get(key)
-        if isinstance(own, Tensor) and self._is_first:
+        if isinstance(own, Tensor) and not any(self._mesh.get_coordinate() or ()):
             value = own.detach().to(self._device).contiguous()
         else:
             value = torch.empty(announced.shape, dtype=announced.dtype, device=self._device)
         broadcast_from_first(value, self._mesh)
         return value
-
-    @property
-    def _is_first(self) -> bool:
-        return self._mesh is not None and not any(self._mesh.get_coordinate() or ())
-
-
-def _announce(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    is_dtensor = isinstance(value, DTensor)
-    number = value.detach().cpu() if value.dim() == 0 and not is_dtensor else None
-    on_one = isinstance(value, DTensor) and is_on_one_rank(value.placements)
-    return _Announced(value.shape, value.dtype, is_dtensor, on_one, number)
 
 
 class Row(NamedTuple):
