@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ from fullshard.checkpoint.conversion.torch_files import Leaf, is_folder, tree_of
 from fullshard.checkpoint.format import (
     CHUNK_NBYTES,
     MANIFEST,
-    UNFINISHED,
     Contents,
     DataWriter,
     FileInfo,
@@ -43,6 +41,7 @@ from fullshard.checkpoint.format import (
     name_of,
     read_manifest,
     refuse_name,
+    unfinished_at,
 )
 from fullshard.errors import CheckpointError, ConfigError
 
@@ -119,7 +118,7 @@ def _appearing(target: Path) -> Iterator[Path]:
     """Give a path to write to, which becomes ``target`` in the end, or is removed."""
     if not target.parent.exists():
         make_folder(target.parent)
-    unfinished = target.with_name(f"{UNFINISHED}{target.name}-{uuid.uuid4().hex[:8]}")
+    unfinished = unfinished_at(target)
     try:
         yield unfinished
         if unfinished.exists():

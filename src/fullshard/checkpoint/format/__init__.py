@@ -13,6 +13,7 @@ from fullshard.checkpoint.format.committing import (
     remove_unfinished,
     seal,
     supersede,
+    unfinished_at,
     write_flushed,
 )
 from fullshard.checkpoint.format.datafile import (
@@ -32,7 +33,6 @@ from fullshard.checkpoint.format.datafile import (
 from fullshard.checkpoint.format.examine import (
     ASIDE_OBJECT,
     DATA_OBJECT,
-    UNFINISHED,
     CheckpointInfo,
     Looked,
     Numbered,

@@ -36,9 +36,14 @@ def make_folder(path: Path) -> None:
     flush_folder(path.parent)
 
 
+def unfinished_at(path: Path) -> Path:
+    """Return a new name beside ``path``, for what gets the name ``path`` once it is complete."""
+    return path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}")
+
+
 def write_flushed(path: Path, data: bytes) -> None:
     """Write a small file by another name, flush it, and give it its name."""
-    unfinished = path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}")
+    unfinished = unfinished_at(path)
     try:
         with unfinished.open("xb") as file:
             file.write(data)
@@ -137,21 +142,20 @@ def supersede(unfinished: Path, path: Path, step: int, *, removes: bool) -> None
 
 def _put_aside(path: Path, *, removes: bool) -> Path:
     """Rename what is at ``path``, and return its new name."""
-    mark = uuid.uuid4().hex[:8]
     if removes:
-        aside = path.with_name(f"{UNFINISHED}{path.name}-{mark}")
+        aside = unfinished_at(path)
     else:
-        aside = path.with_name(f"{path.name}{REPLACED if complete(path) else DAMAGED}{mark}")
+        kind = REPLACED if complete(path) else DAMAGED
+        aside = path.with_name(f"{path.name}{kind}{uuid.uuid4().hex[:8]}")
     path.rename(aside)
     return aside
 
 
 def remove(path: Path) -> None:
     """Remove a checkpoint, or log why not; what an interruption leaves counts as unfinished."""
-    # A name of its own: NFS may keep files of an earlier one that somebody still reads.
-    aside = path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        path.rename(aside)
+        # A name of its own: NFS may keep files of an earlier one that somebody still reads.
+        aside = _put_aside(path, removes=True)
     except OSError as error:
         log.warning("%s cannot be removed (%s)", path, error)
     else:

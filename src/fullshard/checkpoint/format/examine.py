@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -150,11 +149,11 @@ def latest(root: AnyPlace) -> Path | ObjectUrl | None:
     Of checkpoints of one step it is the one with the latest time. The file ``latest`` is for other
     programs: it is written later, and a job may be killed before.
     """
-    found = []
-    for path in _folders(place_of(root)):
-        heading = _heading(path)
-        if heading is not None:
-            found.append((heading.step, heading.time, path))
+    found = [
+        (heading.step, heading.time, path)
+        for path in _folders(place_of(root))
+        if (heading := _heading(path)) is not None
+    ]
     found.sort(key=lambda one: one[:2])
     return next((path for *_, path in reversed(found) if complete(path) is not None), None)
 
@@ -167,39 +166,33 @@ def inspect(path: AnyPlace) -> CheckpointInfo:
     """
     path = place_of(path)
     manifest = read_manifest(path)
-    sizes = _Sizes(path)
-    for file in manifest.files:
-        size = sizes.of(file.name)
-        if size != file.nbytes:
-            what = f"has {size} bytes, {file.nbytes} were written"
-            raise CheckpointError(f"{path / file.name}: {what}")
+    for problem in _lacking(path, manifest).values():
+        raise CheckpointError(problem)
     return described(path, manifest)
 
 
-class _Sizes:
-    """The sizes of the data files of the checkpoint at ``path``."""
-
-    def __init__(self, path: Place) -> None:
-        self._path = path
-        self._listed = path.below() if isinstance(path, ObjectUrl) else {}
-
-    def of(self, name: str) -> int:
-        """Return the size of a file, or raise ``CheckpointError`` if it is missing."""
-        path = self._path
-        if isinstance(path, ObjectUrl):
-            size = self._listed.get(name)
-            if size is None:
-                raise CheckpointError(f"{path / name}: is missing")
-            return size
-        try:
-            return (path / name).stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path / name}: is missing ({error})") from error
+def _lacking(path: Place, manifest: Manifest) -> dict[int, str]:
+    """Return which ranks' data files are missing or have another size, and what is wrong."""
+    below = path.below() if isinstance(path, ObjectUrl) else {}
+    found = {}
+    for file in manifest.files:
+        size, why = below.get(file.name), ""
+        if isinstance(path, Path):
+            try:
+                size = (path / file.name).stat().st_size
+            except OSError as error:
+                why = f" ({error})"
+        if size is None:
+            found[file.rank] = f"{path / file.name}: is missing{why}"
+        elif size != file.nbytes:
+            what = f"has {size} bytes, {file.nbytes} were written"
+            found[file.rank] = f"{path / file.name}: {what}"
+    return found
 
 
 def described(path: Place, manifest: Manifest) -> CheckpointInfo:
     """Return the description of the checkpoint at ``path`` that has this manifest."""
-    entries = {name: manifest.entry(name) for name in manifest.names()}
+    entries = ((name, manifest.entry(name)) for name in manifest.names())
     return CheckpointInfo(
         path=path,
         step=manifest.step,
@@ -210,7 +203,7 @@ def described(path: Place, manifest: Manifest) -> CheckpointInfo:
         versions=manifest.versions,
         tensors={
             name: TensorInfo(one.dtype, one.shape, one.grid.shape, one.placements)
-            for name, one in entries.items()
+            for name, one in entries
         },
     )
 
@@ -236,11 +229,14 @@ def faults(path: AnyPlace) -> Iterator[str]:
         path: its folder or URL.
     """
     path = place_of(path)
-    yield from damage(path)
     try:
-        known = {MANIFEST, *(file.name for file in read_manifest(path).files)}
-    except CheckpointError:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        yield str(error)
         return
+    for info in manifest.files:
+        yield from _wrong(path, info, manifest)
+    known = {MANIFEST, *(file.name for file in manifest.files)}
     if isinstance(path, ObjectUrl):  # those of other saves of this step do no harm
         pattern = re.compile(f"{DATA_OBJECT.pattern}|{ASIDE_OBJECT.pattern}")
         names = {name for name in path.below() if not pattern.fullmatch(name)}
@@ -249,17 +245,6 @@ def faults(path: AnyPlace) -> Iterator[str]:
     for name in sorted(names):
         if name not in known:
             yield f"{path / name}: no file of this checkpoint"
-
-
-def damage(path: Place) -> Iterator[str]:
-    """Yield why the checkpoint at ``path`` cannot be loaded; reads all of it."""
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        yield str(error)
-        return
-    for info in manifest.files:
-        yield from _wrong(path, info, manifest)
 
 
 class Looked(NamedTuple):
@@ -324,13 +309,8 @@ def in_folder(path: Place) -> Callable[[FileInfo], Bytes]:
 
 def present(path: Place, manifest: Manifest) -> list[int]:
     """Return the ranks whose data files are at ``path``, in the size that was written."""
-    found = []
-    sizes = _Sizes(path)
-    for info in manifest.files:
-        with suppress(CheckpointError):
-            if sizes.of(info.name) == info.nbytes:
-                found.append(info.rank)
-    return found
+    lacking = _lacking(path, manifest)
+    return [info.rank for info in manifest.files if info.rank not in lacking]
 
 
 class Numbered(NamedTuple):
@@ -338,7 +318,7 @@ class Numbered(NamedTuple):
 
     Attributes:
         step: the number in its name.
-        time: when its checkpoint was written, or the folder if it has no manifest.
+        time: when its checkpoint was written; 0 if it has no manifest.
         name: of the folder.
         digest: that the manifest ends with; empty if there is none.
     """
@@ -388,13 +368,7 @@ def contained(root: Place) -> list[tuple[int, float, str, int, list[int]]]:
     return found
 
 
-class _Heading(NamedTuple):
-    step: int
-    time: float
-    digest: str
-
-
-def _heading(path: Place) -> _Heading | None:
+def _heading(path: Place) -> Numbered | None:
     """Return the ends of the manifest at ``path``; None if it cannot have been written so.
 
     In a folder the time does not grow with the size of the manifest. The rest of it may be damaged.
@@ -402,36 +376,26 @@ def _heading(path: Place) -> _Heading | None:
     try:
         if isinstance(path, ObjectUrl):
             data = (path / MANIFEST).read_if_there() or b""
-            return _heading_in(data[:_HEAD_NBYTES], data[-_TAIL_NBYTES:])
-        with (path / MANIFEST).open("rb") as file:
-            head = file.read(_HEAD_NBYTES)
-            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_NBYTES, 0))
-            return _heading_in(head, file.read())
-    except OSError:
-        return None
-
-
-def _heading_in(first: bytes, last: bytes) -> _Heading | None:
-    head, tail = _HEAD.match(first), _TAIL.search(last)
-    if head is None or tail is None:
-        return None
-    try:
-        return _Heading(int(head[1]), float(head[2]), tail[1].decode())
-    except ValueError:
-        return None
+            first, last = data[:_HEAD_NBYTES], data[-_TAIL_NBYTES:]
+        else:
+            with (path / MANIFEST).open("rb") as file:
+                first = file.read(_HEAD_NBYTES)
+                file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_NBYTES, 0))
+                last = file.read()
+        head, tail = _HEAD.match(first), _TAIL.search(last)
+        if head is not None and tail is not None:
+            return Numbered(int(head[1]), float(head[2]), path.name, tail[1].decode())
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def _numbered(path: Place, step: int) -> Numbered | None:
     heading = _heading(path)
     if heading is not None:
-        return Numbered(step, heading.time, path.name, heading.digest)
-    if isinstance(path, ObjectUrl):
-        is_there = MANIFEST in path.below()  # else its save did not finish
-        return Numbered(step, 0.0, path.name, "") if is_there else None
-    try:
-        return Numbered(step, path.stat().st_mtime, path.name, "")
-    except OSError:  # it is gone, say
-        return Numbered(step, 0.0, path.name, "")
+        return heading._replace(step=step)
+    is_there = isinstance(path, Path) or MANIFEST in path.below()  # else its save did not finish
+    return Numbered(step, 0.0, path.name, "") if is_there else None
 
 
 def complete(path: Place) -> CheckpointInfo | None:

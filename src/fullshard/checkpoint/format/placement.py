@@ -43,26 +43,16 @@ def _has_lengths(placement: RaggedShard) -> bool:
 
 
 @cache
-def _rank_groups(grid: Grid, ragged: int | None) -> list[tuple[int, ...]]:
-    """Return the ranks in groups that differ in no dim of the grid but the ragged one."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, at in _coordinates(grid).items():
-        key = () if ragged is None else (*at[:ragged], *at[ragged + 1 :])
-        groups.setdefault(key, []).append(rank)
-    return [tuple(ranks) for ranks in groups.values()]
+def _groups(grid: Grid, is_one: tuple[bool, ...]) -> list[tuple[int, ...]]:
+    """Return the ranks in groups that differ only in those dims of the grid that are given.
 
-
-@cache
-def _copies(grid: Grid, is_copied: tuple[bool, ...]) -> list[list[int]]:
-    """Return the ranks that hold the same elements, if ranks along some dims of the grid do.
-
-    In the order of the elements, and each time in that of the copies.
+    Groups, and the ranks in each, are in the order of the coordinates.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, at in _coordinates(grid).items():
-        key = tuple(0 if same else own for same, own in zip(is_copied, at, strict=True))
+        key = tuple(0 if same else own for same, own in zip(is_one, at, strict=True))
         groups.setdefault(key, []).append(rank)
-    return [*groups.values()]
+    return [tuple(ranks) for ranks in groups.values()]
 
 
 class TensorEntry(NamedTuple):
@@ -135,8 +125,10 @@ class TensorEntry(NamedTuple):
 
     def rank_groups(self) -> list[tuple[int, ...]]:
         """Return the ranks of the grid in groups that need to have equal entries."""
-        ragged = [at for at, one in enumerate(self._placements()) if isinstance(one, RaggedShard)]
-        return _rank_groups(self.grid, ragged[0] if ragged else None)
+        is_ragged = self.is_ragged
+        placements = self._placements()
+        kinds = tuple(isinstance(one, RaggedShard) or not is_ragged for one in placements)
+        return _groups(self.grid, kinds)
 
     def _regular(self) -> tuple[Any, ...]:
         """Return what all ranks of the grid have to have."""
@@ -190,7 +182,7 @@ class TensorEntry(NamedTuple):
             return self._replace(grid=grid, writer=self.writer % len(all_left))
         is_copied = tuple(isinstance(one, Replicate) for one in self._placements())
         ranks = []
-        for copies in _copies(self.grid, is_copied):
+        for copies in _groups(self.grid, is_copied):
             left = [numbers[rank] for rank in copies if rank in numbers]
             if not left:
                 return None

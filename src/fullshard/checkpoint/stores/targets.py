@@ -19,7 +19,6 @@ import torch
 
 from fullshard.checkpoint.format import (
     MANIFEST,
-    UNFINISHED,
     DataWriter,
     FileInfo,
     ObjectUrl,
@@ -31,6 +30,7 @@ from fullshard.checkpoint.format import (
     remove_unfinished,
     seal,
     supersede,
+    unfinished_at,
 )
 from fullshard.checkpoint.stores import objects
 from fullshard.checkpoint.stores.machines import Machines, copy_files
@@ -72,9 +72,9 @@ class FolderTarget:
         refuse_name(self.path)
         if self._replaces is None and self.path.exists():
             raise ConfigError("there is something at this path; a checkpoint needs a new one")
-        name = f"{UNFINISHED}{self.path.name}-{uuid.uuid4().hex[:8]}"
-        make_folder(self.path.with_name(name))
-        return name
+        unfinished = unfinished_at(self.path)
+        make_folder(unfinished)
+        return unfinished.name
 
     def file_name(self, save: str, rank: int) -> str:
         """Return the name of the data file of ``rank``."""

@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.checkpoint.format import (
-    UNFINISHED,
     AnyPlace,
     FileInfo,
     Manifest,
@@ -29,6 +27,7 @@ from fullshard.checkpoint.format import (
     make_folder,
     new_file,
     place_of,
+    unfinished_at,
     write_flushed,
 )
 from fullshard.checkpoint.saving import (
@@ -304,7 +303,7 @@ def save_weights(
             return str(folder)
         if folder.exists():
             raise ConfigError("there is something at this path; weights need a new one")
-        unfinished = folder.with_name(f"{UNFINISHED}{folder.name}-{uuid.uuid4().hex[:8]}")
+        unfinished = unfinished_at(folder)
         make_folder(unfinished)
         return str(unfinished)
 
