@@ -206,10 +206,8 @@ class _Folder:
             part = self._load(name, offsets)
             if not isinstance(part, Tensor) or (part.shape, part.dtype) != (sizes, stored.dtype):
                 raise CheckpointError(f"{self._path}: {name} is not what {METADATA} says")
-            target = whole
-            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-                target = target.narrow(dim, offset, size)
-            target.copy_(part)
+            place = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+            whole[place].copy_(part)
         return whole
 
     def _load(self, name: str, offset: tuple[int, ...] | None) -> Any:

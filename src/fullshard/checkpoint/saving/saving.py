@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -304,20 +305,16 @@ class _Saving:
 
     def _described(self, said: list[dict[str, Any]]) -> Manifest:
         """Return the manifest of the files that all ranks have written."""
-        contents, numbers = merged(self._council, [one["contents"] for one in said])
-        manifest = Manifest(
+        manifest = merged(self._council, [one.pop("contents") for one in said])
+        files = zip(manifest.files, said, strict=True)
+        return replace(
+            manifest,
             step=self._step,
             time=time.time(),
             versions={"fullshard": __version__, "torch": torch.__version__},
-            contents=contents,
-            files=[
-                FileInfo(**{**one, "rank": rank, "contents": numbers[rank]})
-                for rank, one in enumerate(said)
-            ],
+            files=[file._replace(**written) for file, written in files],
             extra=self._extra,
         )
-        manifest.check()
-        return manifest
 
 
 def _tensors(states: Iterable[Mapping[Any, Any]]) -> list[Tensor]:
@@ -363,9 +360,7 @@ def _tell_apart(council: Council, model: nn.Module, optimizer: Optimizer | None)
         known = [one for one in said if one is not None]
         if len(known) == len(said):
             _check_singles(council, [one[0] for one in known])
-            contents, numbers = merged(council, [one[1] for one in known])
-            files = [FileInfo("", rank, 0, "", number) for rank, number in enumerate(numbers)]
-            Manifest(0, 0.0, {}, contents, files, None).check()
+            merged(council, [one[1] for one in known])
 
     try:
         council.agree(own, compare)
@@ -379,10 +374,17 @@ def shared(council: Council, found: Collected) -> str:
     return council.share(json.dumps(contents_to_json(Contents(found.tensors, found.values))))
 
 
-def merged(council: Council, keys: Sequence[str]) -> tuple[list[Contents], list[int]]:
-    """Return the distinct contents of all ranks, and for each rank the number of its own.
+def merged(council: Council, keys: Sequence[str]) -> Manifest:
+    """Return a manifest of what all ranks contribute, whose files are not written yet.
 
     Extra state of a module that several ranks have is the first one's.
+
+    Args:
+        council: of all ranks.
+        keys: what ``shared`` returned on each rank.
+
+    Raises:
+        CheckpointError: which tensors are incomplete, and why.
     """
     contents: list[Contents] = []
     numbers: dict[str, int] = {}
@@ -394,4 +396,7 @@ def merged(council: Council, keys: Sequence[str]) -> tuple[list[Contents], list[
         if own not in contents:
             contents.append(own)
         numbers[key] = contents.index(own)
-    return contents, [numbers[key] for key in keys]
+    files = [FileInfo(f"rank-{at}", at, 0, "", numbers[key]) for at, key in enumerate(keys)]
+    manifest = Manifest(0, 0.0, {}, contents, files, None)
+    manifest.check()
+    return manifest

@@ -32,7 +32,8 @@ from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.ownership import owner_of
 from fullshard.frontend.places import Place
-from fullshard.layout.region import Region, whole
+from fullshard.layout.region import Region, boxes, whole
+from fullshard.tensors import local_part, taken_by
 from fullshard.tensors.form import clean_name
 
 _BUFFER_NBYTES = 32 << 20
@@ -245,13 +246,7 @@ class _Target:
                 f"convert made {made.dtype} {tuple(made.shape)} of {row.name}, which is "
                 f"{value.dtype} {tuple(value.shape)} here"
             )
-        local, region = part_here(value)
-        memory = torch.empty(region.numel, dtype=local.dtype)
-        made = made.contiguous()
-        for one in region.overlaps(whole(made.shape)):
-            box = made.as_strided(one.sizes, one.other_strides, one.other_offset)
-            memory.as_strided(one.sizes, one.strides, one.offset).copy_(box)
-        _put(memory, local, 0)
+        local_part(value).copy_(taken_by(value, made))
 
     def _with_memory(self, own: Tensor) -> Tensor:
         if not own.is_meta:
@@ -294,14 +289,10 @@ def _read(stored: Stored, piece: Region, memory: Tensor, reader: StoredReader) -
 
 def _put(memory: Tensor, local: Tensor, start: int) -> None:
     """Copy elements to their places in a tensor of any strides, from element ``start`` on."""
-    offset = 0
-    for box in whole(local.shape).part(start, start + memory.numel()).boxes():
-        target = local
-        for dim, one in enumerate(box):
-            target = target.narrow(dim, *one)
-        source = memory[offset : offset + target.numel()]
-        target.copy_(source.view(target.shape))
-        offset += target.numel()
+    for box in boxes(local.shape, start, memory.numel()):
+        source, memory = memory.split([box.numel, memory.numel() - box.numel])
+        place = tuple(slice(at, at + size) for at, size in zip(*box, strict=True))
+        local[place].copy_(source.view(box.sizes))
 
 
 def _place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:

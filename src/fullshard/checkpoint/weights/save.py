@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint.format import (
     AnyPlace,
-    FileInfo,
     Manifest,
     NewFile,
     ObjectUrl,
@@ -85,11 +84,7 @@ def described(council: Council, found: Collected, model: nn.Module, options: obj
     def describe(said: list[list[object]]) -> str:
         if any(one[1] != said[0][1] for one in said):
             raise ConfigError("ranks differ in their options: give all the same")
-        contents, numbers = merged(council, [str(key) for key, _ in said])
-        files = [FileInfo(f"rank-{rank}", rank, 0, "", one) for rank, one in enumerate(numbers)]
-        manifest = Manifest(0, 0.0, {}, contents, files, None)
-        manifest.check()
-        return manifest.to_json().decode()
+        return merged(council, [str(key) for key, _ in said]).to_json().decode()
 
     return Manifest.from_json(council.agree(collect, describe).encode())
 
