@@ -32,8 +32,6 @@ from fullshard.checkpoint.format.manifest import (
     Contents,
     FileInfo,
     Manifest,
-    contents_from_json,
-    contents_to_json,
 )
 from fullshard.checkpoint.format.placement import Grid, TensorEntry
 from fullshard.tensors import RaggedShard
@@ -209,10 +207,10 @@ def planning() -> dict[str, float]:
         }
         for entry in entries.values():
             entry.region(7)
-        text = json.dumps(contents_to_json(Contents(entries, VALUES)))
+        text = json.dumps(Contents(entries, VALUES).to_json())
         found[f"plan {name}, a rank"] = time.perf_counter() - start
         start = time.perf_counter()
-        contents = contents_from_json(json.loads(text), PLANNED)
+        contents = Contents.from_json(json.loads(text), PLANNED)
         files = [FileInfo(f"rank-{rank:05d}", rank, 10**9, "0" * 32, 0) for rank in grid.ranks]
         manifest = Manifest(1, 0.0, {}, [contents], files, None)
         manifest.check()

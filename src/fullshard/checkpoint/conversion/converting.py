@@ -30,7 +30,6 @@ from fullshard.checkpoint.format import (
     Grid,
     Manifest,
     TensorEntry,
-    commit,
     decode,
     dtype_of,
     encode,
@@ -39,13 +38,14 @@ from fullshard.checkpoint.format import (
     folder_of,
     make_folder,
     name_of,
+    publish,
     read_manifest,
     refuse_name,
+    seal,
     unfinished_at,
 )
 from fullshard.errors import CheckpointError, ConfigError
 
-FORMATS = ("fullshard", "dcp", "torch")
 Told = Callable[[int, int], object]
 
 
@@ -81,8 +81,8 @@ def convert(
         UnsupportedError: ``source`` holds something that the other format cannot.
     """
     source, target = folder_of(source, "convert"), folder_of(target, "convert")
-    if to not in FORMATS:
-        raise ConfigError(f"to={to!r}: expected one of {', '.join(FORMATS)}")
+    if to not in _WRITERS:
+        raise ConfigError(f"to={to!r}: expected one of {', '.join(_WRITERS)}")
     refuse_name(target)
     if target.exists():
         raise ConfigError(f"{target}: there is something at this path; give a new one")
@@ -108,7 +108,7 @@ def convert(
 
     try:
         with _appearing(target) as unfinished:
-            _WRITERS[to](found, unfinished, target, more)
+            _WRITERS[to](found, unfinished, more)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written ({error})") from error
 
@@ -121,7 +121,9 @@ def _appearing(target: Path) -> Iterator[Path]:
     unfinished = unfinished_at(target)
     try:
         yield unfinished
-        if unfinished.exists():
+        if (unfinished / MANIFEST).exists():
+            publish(unfinished, target)
+        else:
             unfinished.rename(target)
             flush_folder(target.parent)
     finally:
@@ -154,9 +156,7 @@ def _of_ours(path: Path) -> WholeCheckpoint:
     return found
 
 
-def _write_ours(
-    found: WholeCheckpoint, unfinished: Path, target: Path, more: Callable[[int], None]
-) -> None:
+def _write_ours(found: WholeCheckpoint, unfinished: Path, more: Callable[[int], None]) -> None:
     leaves = found.leaves
     grid = Grid((1,), (0,))
     entries = {
@@ -196,23 +196,19 @@ def _write_ours(
         extra=found.extra,
     )
     manifest.check()
-    commit(unfinished, target, manifest.to_json())
+    seal(unfinished, manifest.to_json())
 
 
-def _write_dcp(
-    found: WholeCheckpoint, unfinished: Path, target: Path, more: Callable[[int], None]
-) -> None:
+def _write_dcp(found: WholeCheckpoint, unfinished: Path, more: Callable[[int], None]) -> None:
     import torch.distributed.checkpoint as dcp
 
-    with _state_of(found, target, more) as state, warnings.catch_warnings():
+    with _state_of(found, unfinished.parent, more) as state, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
         dcp.save(state, checkpoint_id=unfinished, no_dist=True)
 
 
-def _write_file(
-    found: WholeCheckpoint, unfinished: Path, target: Path, more: Callable[[int], None]
-) -> None:
-    with _state_of(found, target, more) as state, unfinished.open("wb") as file:
+def _write_file(found: WholeCheckpoint, unfinished: Path, more: Callable[[int], None]) -> None:
+    with _state_of(found, unfinished.parent, more) as state, unfinished.open("wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
@@ -220,10 +216,10 @@ def _write_file(
 
 @contextmanager
 def _state_of(
-    found: WholeCheckpoint, target: Path, more: Callable[[int], None]
+    found: WholeCheckpoint, folder: Path, more: Callable[[int], None]
 ) -> Iterator[dict[str, Any]]:
-    """Give the dictionary that PyTorch saves; its tensors are in a temporary file."""
-    with tempfile.TemporaryFile(dir=target.parent) as file:
+    """Give the dictionary that PyTorch saves; its tensors are in a temporary file in ``folder``."""
+    with tempfile.TemporaryFile(dir=folder) as file:
         sizes = [_aligned(leaf) for leaf in found.leaves.values()]
         file.truncate(sum(sizes) + 1)
         memory = memoryview(mmap.mmap(file.fileno(), 0))
@@ -257,8 +253,4 @@ def _aligned(leaf: Leaf) -> int:
     return -(-leaf.nbytes // 64) * 64
 
 
-_WRITERS: dict[str, Callable[[WholeCheckpoint, Path, Path, Callable[[int], None]], None]] = {
-    "fullshard": _write_ours,
-    "dcp": _write_dcp,
-    "torch": _write_file,
-}
+_WRITERS = {"fullshard": _write_ours, "dcp": _write_dcp, "torch": _write_file}

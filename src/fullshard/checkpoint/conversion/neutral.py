@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint.conversion.torch_files import Leaf
-from fullshard.checkpoint.format import array_of, decode, digest_of, flat_bytes
+from fullshard.checkpoint.format import decode, digest_of, flat_bytes, memory_of
 from fullshard.checkpoint.saving import EXTRA_STATE
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors.form import clean_name
@@ -250,4 +250,4 @@ def _digest_of(leaf: Leaf) -> str | None:
     flat = flat_bytes(tensor)
     if torch.equal(flat[tensor.itemsize :], flat[: -tensor.itemsize]):
         return None
-    return digest_of(memoryview(array_of(flat)))
+    return digest_of(memory_of(flat))

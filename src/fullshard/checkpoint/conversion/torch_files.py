@@ -229,7 +229,7 @@ class _Folder:
 
 
 def _stored(metadata: Any) -> _Stored | None:
-    if metadata.kind == "BytesStorageMetadata":
+    if type(metadata).__name__ == "BytesStorageMetadata":
         return None
     fields = _fields(metadata, "TensorStorageMetadata")
     properties = fields["properties"]
@@ -266,9 +266,9 @@ def _untiled(stored: _Stored) -> str:
 
 
 def _fields(found: Any, kind: str) -> dict[str, Any]:
-    if getattr(found, "kind", None) != kind:
+    if not isinstance(found, _StandIn) or type(found).__name__ != kind:
         raise CheckpointError(f"something is not what metadata have there, {kind}")
-    return found.fields  # type: ignore[no-any-return]
+    return found.fields
 
 
 def _checked(value: Any, kind: type) -> Any:
@@ -304,7 +304,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _stand_in(self, module: str, name: str) -> Any:
         if module in _MODULES and name in _CLASSES:
-            return _stand_in(name)
+            return type(name, (_StandIn,), {})
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return name
         if (module, name) in (("torch", "Size"), ("collections", "OrderedDict")):
@@ -320,25 +320,20 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _stand_in(name: str) -> type:
-    """Return a new class whose objects only keep what a pickle gives them."""
+class _StandIn:
+    """An object that only keeps what a pickle gives it; each pickle has subclasses of its own."""
 
-    class StandIn:
-        def __init__(self, *_: object) -> None:
-            self.kind = name
-            self.fields: dict[str, Any] = {}
-            self.state: Any = None
+    state: Any
+    fields: dict[str, Any]
 
-        def __new__(cls, *_: object) -> StandIn:
-            own = object.__new__(cls)
-            cls.__init__(own)
-            return own
+    def __new__(cls, *_: object) -> _StandIn:
+        own = object.__new__(cls)
+        own.state, own.fields = None, {}
+        return own
 
-        def __setstate__(self, state: Any) -> None:
-            self.state = state
-            self.fields = state if type(state) is dict else {}
-
-    return StandIn
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+        self.fields = state if type(state) is dict else {}
 
 
 _MODULES = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fullshard.checkpoint.format import datafile
 from fullshard.checkpoint.format.committing import (
-    commit,
     flush_folder,
     make_folder,
     publish,
@@ -23,11 +22,11 @@ from fullshard.checkpoint.format.datafile import (
     DataFile,
     DataWriter,
     ObjectFile,
-    array_of,
     bytes_of,
     digests_of_blocks,
     dtype_of,
     flat_bytes,
+    memory_of,
     name_of,
 )
 from fullshard.checkpoint.format.examine import (
@@ -58,12 +57,10 @@ from fullshard.checkpoint.format.manifest import (
     FileInfo,
     FilePart,
     Manifest,
-    contents_from_json,
-    contents_to_json,
     digest_in,
     digest_of,
 )
-from fullshard.checkpoint.format.placement import Grid, TensorEntry, ranks_to_json
+from fullshard.checkpoint.format.placement import Grid, TensorEntry
 from fullshard.checkpoint.format.places import (
     AnyPlace,
     NewFile,

@@ -72,12 +72,6 @@ def refuse_name(path: Place) -> None:
         )
 
 
-def commit(unfinished: Path, path: Path, manifest: bytes) -> None:
-    """Make a checkpoint of the flushed data files in ``unfinished``; it appears at once or not."""
-    seal(unfinished, manifest)
-    publish(unfinished, path)
-
-
 def seal(unfinished: Path, manifest: bytes) -> None:
     """Write the manifest next to the flushed data files; ``publish`` then gives the name."""
     write_flushed(unfinished / MANIFEST, manifest)

@@ -141,9 +141,10 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
-def array_of(tensor: Tensor) -> Any:
-    """Return the array of NumPy that shares the memory of ``tensor``."""
-    return tensor.numpy()
+def memory_of(data: Tensor) -> memoryview:
+    """Return the memory of flat bytes on the CPU."""
+    array: Any = data.numpy()
+    return memoryview(array)
 
 
 class DataWriter:
@@ -199,7 +200,7 @@ class DataWriter:
             if start or self._places.get(gap) != (self._written_nbytes, at):
                 raise ProtocolError(f"{name}: byte {start} is not what comes next in the file")
             self._put(gap, memoryview(bytes(at - self._written_nbytes)))
-        self._put(name, memoryview(array_of(data)))
+        self._put(name, memory_of(data))
 
     def finish(self) -> tuple[int, str]:
         """Write the digests and close the file; return its size and its two digests."""
@@ -241,6 +242,22 @@ def header_of(
     text = json.dumps(stored, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def header_in(file: Bytes) -> bytes:
+    """Return the beginning of a safetensors file, up to the data.
+
+    Raises:
+        CheckpointError: it has another length than it says, or cannot be read.
+    """
+    length = memoryview(bytearray(8))
+    file.read(0, length)
+    end = 8 + int.from_bytes(length, "little")
+    if end > file.nbytes:
+        raise CheckpointError(f"{file.name}: has a damaged header")
+    header = memoryview(bytearray(end))
+    file.read(0, header)
+    return bytes(header)
 
 
 class _Stored(NamedTuple):
@@ -379,7 +396,7 @@ class DataFile:
             start: offset in the part, at the beginning of a block.
             into: bytes on the CPU, as many whole blocks as fit, or the last ones of the part.
         """
-        stored, data = self._stored[name], memoryview(array_of(into))
+        stored, data = self._stored[name], memory_of(into)
         block = stored.first_block + start // BLOCK_NBYTES
         self._file.read(stored.offset + start, data)
         self.nbytes_read += len(data)
@@ -409,17 +426,13 @@ class DataFile:
     def _read_header(self, info: FileInfo) -> None:
         size = self._file.nbytes
         self._check(size == info.nbytes, f"has {size} bytes, {info.nbytes} were written")
-        length = memoryview(bytearray(8))
-        self._file.read(0, length)
-        end = 8 + int.from_bytes(length, "little")
-        self._check(end <= size, "has a damaged header")
-        header = memoryview(bytearray(end))
-        self._file.read(0, header)
+        header = header_in(self._file)
+        end = len(header)
         self._check(
-            digest_of(bytes(header)) == info.digest[:_HEADER_DIGEST],
+            digest_of(header) == info.digest[:_HEADER_DIGEST],
             "has a damaged header, or is another file",
         )
-        stored = json.loads(bytes(header[8:]))
+        stored = json.loads(header[8:])
         metadata = stored.pop("__metadata__")
         self._check(metadata["block_nbytes"] == str(BLOCK_NBYTES), "has blocks of an unknown size")
         if len(info.digest) > _HEADER_DIGEST:

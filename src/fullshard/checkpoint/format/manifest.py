@@ -20,11 +20,9 @@ import xxhash
 from fullshard.checkpoint.format.placement import (
     Grid,
     TensorEntry,
-    grid_from_json,
     placement_from_json,
     placement_to_json,
     problem_of,
-    ranks_to_json,
 )
 from fullshard.checkpoint.format.values import decode, encode
 from fullshard.errors import CheckpointError
@@ -83,50 +81,49 @@ class Contents(NamedTuple):
     tensors: Mapping[str, TensorEntry]
     values: Mapping[str, Any]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the contents in JSON's types; meshes and placements are listed once."""
+        grids: dict[Grid, int] = {}
+        placed: dict[Any, int] = {}
+        tensors = {
+            name: [
+                entry.dtype,
+                entry.shape,
+                grids.setdefault(entry.grid, len(grids)),
+                placed.setdefault(entry.placements, len(placed)),
+                entry.writer,
+            ]
+            for name, entry in self.tensors.items()
+        }
+        return {
+            "meshes": [grid.to_json() for grid in grids],
+            "placements": [
+                None if those is None else [*map(placement_to_json, those)] for those in placed
+            ],
+            "tensors": tensors,
+            "values": self.values,
+        }
 
-def contents_to_json(contents: Contents) -> dict[str, Any]:
-    """Return ``contents`` in JSON's types; meshes and placements are listed once."""
-    grids: dict[Grid, int] = {}
-    placed: dict[Any, int] = {}
-    tensors = {
-        name: [
-            entry.dtype,
-            entry.shape,
-            grids.setdefault(entry.grid, len(grids)),
-            placed.setdefault(entry.placements, len(placed)),
-            entry.writer,
+    @classmethod
+    def from_json(cls, stored: Any, world: int) -> Contents:
+        """Return the contents that ``to_json`` made, of so many ranks.
+
+        Raises:
+            CheckpointError, ValueError, KeyError, TypeError, IndexError: this cannot be its result.
+        """
+        grids = [Grid.from_json(one, world) for one in stored["meshes"]]
+        placed = [
+            None if those is None else tuple(map(placement_from_json, those))
+            for those in stored["placements"]
         ]
-        for name, entry in contents.tensors.items()
-    }
-    return {
-        "meshes": [{"shape": grid.shape, "ranks": ranks_to_json(grid.ranks)} for grid in grids],
-        "placements": [
-            None if those is None else [placement_to_json(one) for one in those] for those in placed
-        ],
-        "tensors": tensors,
-        "values": contents.values,
-    }
-
-
-def contents_from_json(stored: Any, world: int) -> Contents:
-    """Return the contents that ``contents_to_json`` was given, of so many ranks.
-
-    Raises:
-        CheckpointError, ValueError, KeyError, TypeError, IndexError: it cannot have written this.
-    """
-    grids = [grid_from_json(one, world) for one in stored["meshes"]]
-    placed = [
-        None if those is None else tuple(map(placement_from_json, those))
-        for those in stored["placements"]
-    ]
-    tensors = {
-        name: TensorEntry(dtype, tuple(shape), grids[grid], placed[placements], writer)
-        for name, (dtype, shape, grid, placements, writer) in stored["tensors"].items()
-    }
-    for name, entry in tensors.items():
-        if not entry.makes_sense():
-            raise CheckpointError(f"{name} cannot be placed as it says")
-    return Contents(tensors, stored["values"])
+        tensors = {
+            name: TensorEntry(dtype, tuple(shape), grids[grid], placed[placements], writer)
+            for name, (dtype, shape, grid, placements, writer) in stored["tensors"].items()
+        }
+        for name, entry in tensors.items():
+            if not entry.makes_sense():
+                raise CheckpointError(f"{name} cannot be placed as it says")
+        return cls(tensors, stored["values"])
 
 
 @dataclass(frozen=True)
@@ -238,7 +235,7 @@ class Manifest:
             "time": self.time,
             "versions": self.versions,
             "files": [file._asdict() for file in self.files],
-            "contents": [contents_to_json(one) for one in self.contents],
+            "contents": [one.to_json() for one in self.contents],
             "extra": encode(self.extra, "extra"),
         }
         text = json.dumps(stored, separators=(",", ":"), allow_nan=False)
@@ -271,7 +268,7 @@ class Manifest:
                 step=int(stored["step"]),
                 time=float(stored["time"]),
                 versions=stored["versions"],
-                contents=[contents_from_json(one, len(files)) for one in stored["contents"]],
+                contents=[Contents.from_json(one, len(files)) for one in stored["contents"]],
                 files=[_file(rank, file, stored) for rank, file in enumerate(files)],
                 extra=decode(stored["extra"]),
             )

@@ -23,6 +23,23 @@ class Grid(NamedTuple):
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the mesh in JSON's types."""
+        first, count = self.ranks[0], len(self.ranks)
+        in_order = self.ranks == tuple(range(first, first + count))
+        ranks = {"first": first, "count": count} if in_order else self.ranks
+        return {"shape": self.shape, "ranks": ranks}
+
+    @classmethod
+    def from_json(cls, stored: Any, world: int) -> Grid:
+        """Return a mesh of ``world`` ranks at most; equal ones are the same object."""
+        ranks = stored["ranks"]
+        if isinstance(ranks, dict):
+            if not 0 <= ranks["count"] <= world:
+                raise CheckpointError(f"a mesh of {ranks['count']} ranks, of {world}")
+            ranks = range(ranks["first"], ranks["first"] + ranks["count"])
+        return _only_one(cls(tuple(stored["shape"]), tuple(ranks)))
+
 
 @cache
 def _coordinates(grid: Grid) -> dict[int, tuple[int, ...]]:
@@ -227,23 +244,6 @@ def problem_of(held: Sequence[tuple[TensorEntry, set[int]]]) -> str:
         if len(own) > 1 or intervals not in ([], [math.prod(region.grid)]):
             return f"ranks {[*group[:8]]} do not hold {math.prod(region.grid)} elements together"
     return ""
-
-
-def ranks_to_json(ranks: tuple[int, ...]) -> Any:
-    """Return the ranks of a mesh in JSON's types."""
-    first = ranks[0]
-    in_order = ranks == tuple(range(first, first + len(ranks)))
-    return {"first": first, "count": len(ranks)} if in_order else ranks
-
-
-def grid_from_json(stored: Any, world: int) -> Grid:
-    """Return a mesh of ``world`` ranks at most; equal ones are the same object."""
-    ranks = stored["ranks"]
-    if isinstance(ranks, dict):
-        if not 0 <= ranks["count"] <= world:
-            raise CheckpointError(f"a mesh of {ranks['count']} ranks, of {world}")
-        ranks = range(ranks["first"], ranks["first"] + ranks["count"])
-    return _only_one(Grid(tuple(stored["shape"]), tuple(ranks)))
 
 
 @cache

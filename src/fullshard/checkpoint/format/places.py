@@ -67,15 +67,12 @@ class ObjectUrl:
     @property
     def parent(self) -> ObjectUrl:
         """The URL without its last part."""
-        return ObjectUrl(self.url.removesuffix(self.name))._without_slash()
+        scheme, mark, rest = self.url.partition("://")
+        return ObjectUrl(f"{scheme}{mark}{rest.rpartition('/')[0]}")
 
     def with_name(self, name: str) -> ObjectUrl:
         """Return the URL with another last part."""
         return self.parent / name
-
-    def _without_slash(self) -> ObjectUrl:
-        is_root = self.url.endswith("://")
-        return self if is_root else ObjectUrl(self.url.removesuffix("/"))
 
     def check(self) -> None:
         """Raise ``ConfigError`` if a package for this store is missing."""

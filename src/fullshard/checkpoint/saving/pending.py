@@ -45,7 +45,6 @@ class PendingSave:
     def __init__(self, path: Place) -> None:
         self.path = path
         self._writing: Writing | None = None
-        self._rest: Callable[[], None] | None = None
         self._failure: BaseException | None = None
         self._undo: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
@@ -116,27 +115,26 @@ class PendingSave:
     def run(self, writing: Writing, rest: Callable[[], None]) -> None:
         """Begin with ``rest``, which runs ``writing``; return when others may go on writing."""
         global _in_flight
-        self._writing, self._rest = writing, rest
+        self._writing = writing
         # Not a daemon: a program that ends waits for it.
-        self._thread = threading.Thread(target=self._run, name="fullshard save", daemon=False)
+        run = partial(self._run, writing, rest)
+        self._thread = threading.Thread(target=run, name="fullshard save", daemon=False)
         _in_flight = self
         try:
             self._thread.start()
         except RuntimeError:  # there are too many threads: without one, then
             self._thread = None
-            self._run()
+            run()
         writing.wait_for_others()
 
-    def _run(self) -> None:
-        assert self._rest is not None and self._writing is not None
+    def _run(self, writing: Writing, rest: Callable[[], None]) -> None:
         try:
-            self._rest()
+            rest()
         except BaseException as error:
             log.warning("%s", error)  # nobody may ever call wait()
             self._failure = error
         finally:
-            self._writing.release()
-            self._rest = None  # and the tensors with it
+            writing.release()
 
 
 _in_flight: PendingSave | None = None

@@ -14,11 +14,10 @@ from torch import Tensor
 from fullshard.checkpoint.format import (
     Grid,
     TensorEntry,
-    array_of,
     bytes_of,
     digest_of,
     digests_of_blocks,
-    ranks_to_json,
+    memory_of,
 )
 from fullshard.checkpoint.state import some
 from fullshard.comm.council import Council
@@ -36,9 +35,7 @@ def by_mesh(digests: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> d
     for name, digest in sorted(digests.items()):
         grids.setdefault(entries[name].grid, []).append(f"{name}:{digest}")
     return {
-        digest_of(str((grid.shape, ranks_to_json(grid.ranks))).encode()): digest_of(
-            "\n".join(those).encode()
-        )
+        digest_of(str(grid).encode()): digest_of("\n".join(those).encode())
         for grid, those in grids.items()
     }
 
@@ -53,10 +50,7 @@ def are_apart(said: Sequence[Mapping[str, str]]) -> bool:
 
 def digests_of(replicas: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the digests of replicas, as they are when a checkpoint is written."""
-    blocks = {
-        name: digests_of_blocks(memoryview(array_of(bytes_of(one))))
-        for name, one in replicas.items()
-    }
+    blocks = {name: digests_of_blocks(memory_of(bytes_of(one))) for name, one in replicas.items()}
     return {name: digest_of("".join(those).encode()) for name, those in blocks.items()}
 
 

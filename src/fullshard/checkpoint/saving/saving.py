@@ -20,8 +20,6 @@ from fullshard.checkpoint.format import (
     Contents,
     FileInfo,
     Manifest,
-    contents_from_json,
-    contents_to_json,
     decode,
     digest_of,
     encode,
@@ -156,12 +154,10 @@ def begin(
 
     try:
         name = council.agree(collect, saving.begin)
-    except TornStepError:
+    except BaseException as error:
         pending.let_go()
-        _tell_apart(council, model, optimizer)
-        raise
-    except BaseException:
-        pending.let_go()
+        if isinstance(error, TornStepError):
+            _tell_apart(council, model, optimizer)
         raise
 
     def rest() -> None:
@@ -371,7 +367,7 @@ def _tell_apart(council: Council, model: nn.Module, optimizer: Optimizer | None)
 
 def shared(council: Council, found: Collected) -> str:
     """Hand what a rank contributes to the first rank; return the key for ``merged``."""
-    return council.share(json.dumps(contents_to_json(Contents(found.tensors, found.values))))
+    return council.share(json.dumps(Contents(found.tensors, found.values).to_json()))
 
 
 def merged(council: Council, keys: Sequence[str]) -> Manifest:
@@ -389,7 +385,7 @@ def merged(council: Council, keys: Sequence[str]) -> Manifest:
     contents: list[Contents] = []
     numbers: dict[str, int] = {}
     for key in dict.fromkeys(keys):
-        own = contents_from_json(json.loads(council.take(key)), len(keys))
+        own = Contents.from_json(json.loads(council.take(key)), len(keys))
         known = {name for one in contents for name in one.values["states"]}
         states = {name: state for name, state in own.values["states"].items() if name not in known}
         own = own._replace(values={**own.values, "states": states})

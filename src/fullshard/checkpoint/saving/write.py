@@ -16,10 +16,10 @@ from fullshard._torch import autograd as _autograd
 from fullshard.checkpoint.format import (
     CHUNK_NBYTES,
     DataWriter,
-    array_of,
     digest_of,
     digests_of_blocks,
     flat_bytes,
+    memory_of,
 )
 from fullshard.device import HostReader, host_tensor
 from fullshard.errors import ProtocolError
@@ -247,7 +247,7 @@ class Writing:
         data = chunk.data
         if data.device.type != "cpu":
             data = self._copied(chunk, host_tensor(data.nbytes, torch.uint8, pinned=True)).data
-        self._digests[chunk.name] += digests_of_blocks(memoryview(array_of(data)))
+        self._digests[chunk.name] += digests_of_blocks(memory_of(data))
 
     def _copied(self, chunk: _Chunk, copy: Tensor) -> _Chunk:
         self._readers[chunk.data.device].read(chunk.data, copy)

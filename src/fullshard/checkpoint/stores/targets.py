@@ -108,6 +108,15 @@ class FolderTarget:
         shutil.rmtree(self.path.with_name(save), ignore_errors=True)
 
 
+@contextmanager
+def _on_first_rank() -> Iterator[None]:
+    """Name the rank in the errors of an object store, as a decision does not."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"rank 0: {error}") from error
+
+
 class ObjectTarget:
     """New objects at a URL, which are a checkpoint once the manifest is there.
 
@@ -151,11 +160,12 @@ class ObjectTarget:
     def copy(self, council: Council, save: str, files: Sequence[FileInfo]) -> None:
         """Return at once: the store keeps copies of its own."""
 
+    @_on_first_rank()
     def seal(self, save: str, manifest: bytes) -> None:
         """Check that all data files are in the store."""
-        with _on_first_rank():
-            objects.check_written(self.path, manifest)
+        objects.check_written(self.path, manifest)
 
+    @_on_first_rank()
     def appear(self, save: str, manifest: bytes) -> None:
         """Write the manifest.
 
@@ -163,10 +173,6 @@ class ObjectTarget:
             CheckpointError: the manifest could not be written, or the store does not say whether
                 it was; then the data files are left there.
         """
-        with _on_first_rank():
-            self._appear(manifest)
-
-    def _appear(self, manifest: bytes) -> None:
         moved = []
         if self._replaces is not None:
             moved = objects.supersede(self.path, self._replaces)
@@ -199,15 +205,6 @@ class ObjectTarget:
 
 SaveTarget = FolderTarget | ObjectTarget
 """The place of a new checkpoint."""
-
-
-@contextmanager
-def _on_first_rank() -> Iterator[None]:
-    """Name the rank in the errors of an object store, as a decision does not."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"rank 0: {error}") from error
 
 
 def target_at(

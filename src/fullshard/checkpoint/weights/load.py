@@ -171,7 +171,6 @@ class _Target:
             raise ConfigError(f"convert names {some(nowhere)}, which the model lacks")
         shapes |= {name: tuple(one.shape) for name, one in convert.items()}
         self.chosen: Chosen = choose(model, list(names.values()), shapes, files)
-        self._names = set(self.chosen.parts)
         # Memory on another device makes new Parameters of those that no unit owns.
         self._tied = [
             [row.own_name for row in rows if id(row.value) == number]
@@ -189,7 +188,7 @@ class _Target:
                 except ConfigError as error:
                     problems.append(str(error))
         tied = {name: same[0] for same in names.values() for name in same}
-        filled = {name for name, first in tied.items() if first in self._names}
+        filled = {name for name, first in tied.items() if first in self.chosen.parts}
         self._lacking = _lacking(model, filled, init)
         problems += [
             f"{name} is on the meta device and not in the files, and "
@@ -215,7 +214,7 @@ class _Target:
             for row in tree.rows():
                 if row.name in self._convert:
                     self._fill_converted(row, reader)
-                elif row.name in self._names:
+                elif row.name in self.chosen.parts:
                     _fill(row, self.chosen.parts[row.name], reader)
         tree.rewritten()
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class RemoteSlice:
         """Return the shape of the tensor."""
         return self.shape
 
-    def read(self, box: Sequence[slice]) -> Tensor:
+    def __getitem__(self, box: Sequence[slice]) -> Tensor:
         """Return a box, which has a slice for each dim; at most 32 MiB or a row are read at once.
 
         A box of some columns is cut out of its rows.
@@ -64,7 +63,7 @@ class RemoteSlice:
         bounds = [one.indices(size)[:2] for one, size in zip(own, shape, strict=True)]
         found = torch.empty([max(stop - start, 0) for start, stop in bounds], dtype=dtype)
         if not found.numel():
-            return found.view([*found.shape] if self.shape else [])
+            return found
         row = math.prod(shape[1:])
         step = max(1, _LARGEST_READ_NBYTES // (row * dtype.itemsize))
         (first, last), inner = bounds[0], tuple(slice(*one) for one in bounds[1:])
@@ -75,9 +74,6 @@ class RemoteSlice:
             rows = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(count, *shape[1:])
             found[start - first : start - first + count] = rows[(slice(None), *inner)]
         return found if self.shape else found.view([])
-
-    def __getitem__(self, box: Any) -> Tensor:
-        return self.read(box)
 
 
 class RemoteWeights:
@@ -94,14 +90,8 @@ class RemoteWeights:
             raise CheckpointError(f"{url}: is no safetensors file ({error!r})") from error
 
     def _read_header(self) -> None:
-        length = memoryview(bytearray(8))
-        self._file.read(0, length)
-        end = 8 + int.from_bytes(length, "little")
-        if end > self._file.nbytes:
-            raise CheckpointError(f"{self._file.name}: has a damaged header")
-        header = memoryview(bytearray(end - 8))
-        self._file.read(8, header)
-        stored = json.loads(bytes(header))
+        header = datafile.header_in(self._file)
+        end, stored = len(header), json.loads(header[8:])
         stored.pop("__metadata__", None)
         for name, own in stored.items():
             start, stop = own["data_offsets"]
@@ -125,10 +115,4 @@ class RemoteWeights:
     def get_tensor(self, name: str) -> Tensor:
         """Return all of a tensor."""
         own = self._tensors[name]
-        return own.read([slice(0, size) for size in own.shape])
-
-
-def upload_folder(folder: Path, url: ObjectUrl) -> None:
-    """Write the small files in a folder to objects below ``url``."""
-    for one in sorted(folder.iterdir()):
-        (url / one.name).write(one.read_bytes())
+        return own[[slice(0, size) for size in own.shape]]

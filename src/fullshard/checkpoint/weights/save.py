@@ -48,7 +48,6 @@ from fullshard.checkpoint.weights.names import (
     pretrained,
     stored_tensors,
 )
-from fullshard.checkpoint.weights.remote import upload_folder
 from fullshard.comm.blocking import all_to_all_bytes
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
@@ -311,7 +310,8 @@ def save_weights(
         if isinstance(unfinished, ObjectUrl):
             with tempfile.TemporaryDirectory() as small:
                 _write_configuration(model, Path(small), plans[0])
-                upload_folder(Path(small), unfinished)
+                for one in sorted(Path(small).iterdir()):
+                    (unfinished / one.name).write(one.read_bytes())
             plans[0].write_index(unfinished)
             return
         assert isinstance(folder, Path)
@@ -485,9 +485,8 @@ class _Writer:
             unpack(own, data[ALIGN:], pieces)
         for piece, values in zip(batch, pieces, strict=True):
             self._open(piece.file)
-            data = datafile.array_of(datafile.bytes_of(values))
             assert self._file is not None
-            self._file.write(memoryview(data))
+            self._file.write(datafile.memory_of(datafile.bytes_of(values)))
 
     def _open(self, number: int) -> None:
         """Begin file ``number``, unless it is open."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -234,11 +235,10 @@ class TensorBucket(Mapping[str, Tensor]):
     """
 
     def __init__(self, planned: Sequence[Planned], memory: Tensor) -> None:
-        *self._offsets, size = _offsets(planned)
+        *offsets, self._size = _offsets(planned)
         self._memory: Tensor | None = memory
-        pairs = zip(planned, self._offsets, strict=True)
+        pairs = zip(planned, offsets, strict=True)
         self._planned = {one.stored.name: (one, offset) for one, offset in pairs}
-        self._size = size
         self._is_lent = False
 
     @property
@@ -342,7 +342,4 @@ class BucketTensor(Tensor):
 
 def _offsets(bucket: Sequence[Planned]) -> list[int]:
     """Return where the tensors of a bucket begin, and where the last one ends, in bytes."""
-    offsets = [0]
-    for one in bucket:
-        offsets.append(offsets[-1] + aligned(one.nbytes))
-    return offsets
+    return [*accumulate((aligned(one.nbytes) for one in bucket), initial=0)]
