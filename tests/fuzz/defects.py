@@ -52,7 +52,7 @@ def _broken_ties(plain: Changed) -> Changed:
 
 def _unseen_differences(plain: Changed) -> Changed:
     """Replicas that differ by rank are saved, one rank's for all."""
-    return lambda said: False
+    return lambda council, keys: None
 
 
 class Defect(NamedTuple):
@@ -76,7 +76,7 @@ DEFECTS = {
     ),
     "broken ties": Defect(Places, "_point", _broken_ties, ("'tie'", "face='modules'")),
     "unseen differences": Defect(
-        saving, "are_apart", _unseen_differences, ("'store'", "differing='weight'")
+        saving, "refuse_apart", _unseen_differences, ("'store'", "differing='weight'")
     ),
 }
 

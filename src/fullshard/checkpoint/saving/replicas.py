@@ -11,41 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from fullshard.checkpoint.format import (
-    Grid,
-    TensorEntry,
-    bytes_of,
-    digest_of,
-    digests_of_blocks,
-    memory_of,
-)
+from fullshard.checkpoint.format import bytes_of, digest_of, digests_of_blocks, memory_of
 from fullshard.checkpoint.state import some
 from fullshard.comm.council import Council
 from fullshard.errors import ConfigError
-
-
-def by_mesh(digests: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return one digest for all replicas of each mesh, keyed by a digest of the mesh itself.
-
-    Args:
-        digests: of this rank's replicas, by name.
-        entries: of these tensors, by name.
-    """
-    grids: dict[Grid, list[str]] = {}
-    for name, digest in sorted(digests.items()):
-        grids.setdefault(entries[name].grid, []).append(f"{name}:{digest}")
-    return {
-        digest_of(str(grid).encode()): digest_of("\n".join(those).encode())
-        for grid, those in grids.items()
-    }
-
-
-def are_apart(said: Sequence[Mapping[str, str]]) -> bool:
-    """Return whether ranks of one mesh said different things of its replicas."""
-    found: dict[str, str] = {}
-    return any(
-        found.setdefault(mesh, digest) != digest for one in said for mesh, digest in one.items()
-    )
 
 
 def digests_of(replicas: Mapping[str, Tensor]) -> dict[str, str]:
@@ -64,7 +33,8 @@ def refuse_apart(council: Council, keys: Sequence[str]) -> None:
 
     Args:
         council: of all ranks.
-        keys: what ``shared_digests`` returned on each rank.
+        keys: what ``shared_digests`` returned on each rank; the digest of a buffer, which may
+            differ, is empty.
 
     Raises:
         ConfigError: on the first rank, for all.
@@ -76,6 +46,11 @@ def refuse_apart(council: Council, keys: Sequence[str]) -> None:
         rank = keys.index(key)
         for name, digest in digests.items():
             first, its = found.setdefault(name, (digest, rank))
+            if first != digest and "" in (first, digest):
+                raise ConfigError(
+                    "a plain tensor is a parameter on one rank and a buffer on another; register "
+                    "each tensor in the same way on all ranks that have it"
+                )
             if first != digest:
                 problems.setdefault(name, f"{name} on ranks {its} and {rank}")
     if problems:

@@ -27,7 +27,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.saving.collect import Collected, collected
 from fullshard.checkpoint.saving.pending import PendingSave, await_save
-from fullshard.checkpoint.saving.replicas import are_apart, by_mesh, refuse_apart, shared_digests
+from fullshard.checkpoint.saving.replicas import refuse_apart, shared_digests
 from fullshard.checkpoint.saving.write import CopyMemory, Pace, Writing
 from fullshard.checkpoint.state import Tree, some
 from fullshard.checkpoint.stores import Machines, SaveTarget, target_at
@@ -263,8 +263,7 @@ class _Saving:
         def describe(said: list[dict[str, Any]]) -> str | None:
             replicas = [one.pop("replicas") for one in said]
             manifest = self._described(said).to_json()
-            if are_apart(replicas):
-                return ""
+            refuse_apart(council, replicas)
             if target.machines.total > 1:
                 return manifest.decode()
             target.seal(name, manifest)
@@ -274,17 +273,6 @@ class _Saving:
         told = council.agree(lambda: self._write(name, pace), describe, undo)
         if told is None:
             return
-        if not told:  # seldom, so what differs is asked for only now
-            digests = self.writing.digests
-
-            def refuse(keys: list[str]) -> None:
-                refuse_apart(council, keys)
-                raise ConfigError(
-                    "a plain tensor is a parameter on one rank and a buffer on another; register "
-                    "each tensor in the same way on all ranks that have it"
-                )
-
-            council.agree(lambda: shared_digests(council, digests), refuse, undo)
         manifest = told.encode()
         target.copy(council, name, Manifest.from_json(manifest).files)
         first = target.machines.is_first
@@ -294,10 +282,16 @@ class _Saving:
     def _write(self, save: str, pace: Pace | None) -> dict[str, Any]:
         name = self._target.file_name(save, self._council.rank)
         nbytes, digest = self.writing.run(partial(self._target.writer, save, name), pace)
-        key = shared(self._council, self.found)
-        replicas = by_mesh(self.writing.digests, self.found.tensors)
-        file = {"name": name, "nbytes": nbytes, "digest": digest, "contents": key}
-        return {**file, "replicas": replicas}
+        tensors = self.found.tensors.items()
+        plain = (key for key, one in tensors if key.startswith("model/") and not one.placements)
+        digests = dict.fromkeys(plain, "") | self.writing.digests
+        return {
+            "name": name,
+            "nbytes": nbytes,
+            "digest": digest,
+            "contents": shared(self._council, self.found),
+            "replicas": shared_digests(self._council, digests),
+        }
 
     def _described(self, said: list[dict[str, Any]]) -> Manifest:
         """Return the manifest of the files that all ranks have written."""
