@@ -58,10 +58,20 @@ class WholeCheckpoint:
         A folder of PyTorch has tied parameters twice, without a mark. A parameter counts as tied
         if it equals another parameter, its values are not all the same, and it is not stepped.
         """
-        ties = _ties(self)
-        for name in ties:
-            del self.model[name]
-        self.ties |= ties
+        stepped = {name for group in self.groups or () for name in group["params"]}
+        kinds = Counter((leaf.dtype, leaf.shape) for leaf in self.model.values())
+        free = {(one.dtype, one.shape) for name, one in self.model.items() if name not in stepped}
+        first: dict[Any, str] = {}
+        for name in sorted(self.model, key=lambda one: one not in stepped):
+            leaf = self.model[name]
+            key, kind = leaf.memory, (leaf.dtype, leaf.shape)
+            if key is None and len(leaf.shape) > 1 and kinds[kind] > 1 and kind in free:
+                key = _digest_of(leaf)
+            if key is None or first.setdefault(key, name) == name:
+                continue
+            if leaf.memory is not None or name not in stepped:
+                self.ties[name] = first[key]
+                del self.model[name]
 
     @property
     def leaves(self) -> dict[str, Leaf]:
@@ -223,25 +233,6 @@ def _unflattened(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[s
         else:
             equal["params"].append(name)
     return state, groups
-
-
-def _ties(found: WholeCheckpoint) -> dict[str, str]:
-    """Return the names of parameters that are the same as others, and theirs."""
-    stepped = {name for group in found.groups or () for name in group["params"]}
-    kinds = Counter((leaf.dtype, leaf.shape) for leaf in found.model.values())
-    free = {(leaf.dtype, leaf.shape) for name, leaf in found.model.items() if name not in stepped}
-    ties: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name in sorted(found.model, key=lambda one: one not in stepped):
-        leaf = found.model[name]
-        key, kind = leaf.memory, (leaf.dtype, leaf.shape)
-        if key is None and len(leaf.shape) > 1 and kinds[kind] > 1 and kind in free:
-            key = _digest_of(leaf)
-        if key is None or first.setdefault(key, name) == name:
-            continue
-        if leaf.memory is not None or name not in stepped:
-            ties[name] = first[key]
-    return ties
 
 
 def _digest_of(leaf: Leaf) -> str | None:

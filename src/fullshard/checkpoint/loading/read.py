@@ -242,11 +242,11 @@ class Reader:
         Returns:
             None on all ranks if one cannot read its share.
         """
-        shares = [_Share(runs) for runs in _shares(batch, parts)]
-        own = torch.zeros(max(share.nbytes for share in shares), dtype=torch.uint8)
+        shares = [_placed(runs) for runs in _shares(batch, parts)]
+        own = torch.zeros(max(nbytes for _, nbytes in shares), dtype=torch.uint8)
         try:
             if failure is None:
-                for run, place in shares[self._rank]:
+                for run, place in shares[self._rank][0]:
                     self._read(run, own[place : place + run.nbytes])
                 own[0] = 1
         finally:
@@ -255,24 +255,19 @@ class Reader:
             return None
         return [
             (run, data[place : place + run.nbytes])
-            for share, data in zip(shares, given, strict=True)
+            for (share, _), data in zip(shares, given, strict=True)
             for run, place in share
         ]
 
 
-class _Share:
-    """The runs that one rank reads, and their places in the memory that it gives to the others.
+def _placed(runs: Sequence[_Run]) -> tuple[list[tuple[_Run, int]], int]:
+    """Return the runs that one rank reads, their places in the memory that it gives, and its size.
 
     The first byte of this memory says whether the rank could read them.
     """
-
-    def __init__(self, runs: Sequence[_Run]) -> None:
-        ends = itertools.accumulate((_aligned(run.nbytes) for run in runs), initial=_ALIGN)
-        *self._places, self.nbytes = ends
-        self._runs = runs
-
-    def __iter__(self) -> Iterator[tuple[_Run, int]]:
-        return zip(self._runs, self._places, strict=True)
+    ends = itertools.accumulate((_aligned(run.nbytes) for run in runs), initial=_ALIGN)
+    *places, nbytes = ends
+    return list(zip(runs, places, strict=True)), nbytes
 
 
 def _parts_of_ranks(kept: Sequence[int]) -> list[float]:

@@ -161,7 +161,7 @@ def begin(
         raise
 
     def rest() -> None:
-        saving.write_all(name, None if is_sync else Pace(_SHARE, council.limit_s / 4))
+        saving.write_all(name, Pace(1.0 if is_sync else _SHARE, council.limit_s / 4))
         if after is not None:
             after()
 
@@ -188,7 +188,7 @@ def save_collected(path: Path, collect: Callable[[], Collected], extra: Any, *, 
     saving = _Saving(target, council, step)
     how = How("sync", None, CopyMemory(0))
     name = council.agree(lambda: saving.take(collect(), None, extra, how), saving.begin)
-    saving.write_all(name, None)
+    saving.write_all(name, Pace(1.0, 0.0))
 
 
 class _Saving:
@@ -244,7 +244,7 @@ class _Saving:
         memory = how.memory
         return Writing(parts, params, state, replicas=replicas, waits=waits, memory=memory)
 
-    def write_all(self, name: str, pace: Pace | None) -> None:
+    def write_all(self, name: str, pace: Pace) -> None:
         """Write the files of the save ``name``, copy them, and let the checkpoint appear."""
 
         def undo() -> None:
@@ -257,7 +257,7 @@ class _Saving:
             undo()
             raise
 
-    def _write_all(self, name: str, pace: Pace | None, undo: Callable[[], None]) -> None:
+    def _write_all(self, name: str, pace: Pace, undo: Callable[[], None]) -> None:
         council, target = self._council, self._target
 
         def describe(said: list[dict[str, Any]]) -> str | None:
@@ -279,7 +279,7 @@ class _Saving:
         council.agree(lambda: target.seal(name, manifest) if first else None, undo=undo)
         council.agree(lambda: target.appear(name, manifest) if first else None, undo=undo)
 
-    def _write(self, save: str, pace: Pace | None) -> dict[str, Any]:
+    def _write(self, save: str, pace: Pace) -> dict[str, Any]:
         name = self._target.file_name(save, self._council.rank)
         nbytes, digest = self.writing.run(partial(self._target.writer, save, name), pace)
         tensors = self.found.tensors.items()

@@ -156,14 +156,12 @@ class Writing:
         self._end_is_awaited = True
         self._is_awaited.set()
 
-    def run(
-        self, opened: Callable[[Kinds], DataWriter], pace: Pace | None = None
-    ) -> tuple[int, str]:
+    def run(self, opened: Callable[[Kinds], DataWriter], pace: Pace) -> tuple[int, str]:
         """Write the file; return its size and its digest in the manifest.
 
         Args:
             opened: opens the new file, given its parts in the order in which they are put.
-            pace: of this thread; None: as fast as it can.
+            pace: of this thread.
 
         Raises:
             OSError, CheckpointError: it cannot be written.
@@ -182,7 +180,7 @@ class Writing:
             self._parts, self._watched = {}, {}
             self.release()
 
-    def _put_all(self, file: DataWriter, pace: Pace | None) -> None:
+    def _put_all(self, file: DataWriter, pace: Pace) -> None:
         copies: deque[_Chunk] = deque()
         try:
             self._put_chunks(file, pace, copies)
@@ -190,11 +188,10 @@ class Writing:
             for copy in copies:
                 self._memory.give_back(copy.data)
 
-    def _put_chunks(self, file: DataWriter, pace: Pace | None, copies: deque[_Chunk]) -> None:
+    def _put_chunks(self, file: DataWriter, pace: Pace, copies: deque[_Chunk]) -> None:
         def put(chunk: _Chunk) -> None:
             file.put(*chunk)
-            if pace is not None:
-                pace.rest(self._is_awaited)
+            pace.rest(self._is_awaited)
 
         def put_copy() -> None:
             put(copies[0])
@@ -204,8 +201,7 @@ class Writing:
             nbytes = chunk.data.nbytes
             if chunk.name not in self._written:
                 self._digest(chunk)
-                if pace is not None:
-                    pace.rest(self._is_awaited)
+                pace.rest(self._is_awaited)
                 continue
             while copies and not self._memory.has_room(nbytes):
                 put_copy()
@@ -258,7 +254,7 @@ class Pace:
     """Keeps the thread that makes it to a share of the time of a processor.
 
     Args:
-        share: from 0 to 1.
+        share: from 0 to 1; 1: it never rests.
         rests_s: how long it rests at most in all, in seconds.
     """
 

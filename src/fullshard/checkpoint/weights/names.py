@@ -213,11 +213,10 @@ def unchanged(name: str, shape: Sequence[int]) -> Stored:
 
 def pretrained(model: nn.Module) -> Any:
     """Return the model of ``transformers`` that ``model`` is, or wraps; None if it is none."""
-    paths = {name: clean_name(f"{name}.x" if name else "x") for name, _ in model.named_modules()}
-    plain = plain_names(model, paths.values())
     for name, module in model.named_modules():
-        is_whole = plain.get(paths[name]) == "x"
-        if is_whole and hasattr(type(module), "base_model_prefix"):
+        inside = clean_name(f"{name}.x" if name else "x")
+        is_model = hasattr(type(module), "base_model_prefix")
+        if is_model and plain_names(model, [inside]).get(inside) == "x":
             return module
     return None
 
@@ -271,8 +270,7 @@ def own_class(module: nn.Module) -> type[Any]:
 @contextmanager
 def _own_classes(model: nn.Module) -> Iterator[None]:
     """Give sharded modules the classes that they had before, whose names transformers looks up."""
-    changed = [(module, type(module)) for module in model.modules()]
-    changed = [(module, cls) for module, cls in changed if issubclass(cls, ShardedModule)]
+    changed = [(one, type(one)) for one in model.modules() if isinstance(one, ShardedModule)]
     for module, _ in changed:
         module.__class__ = own_class(module)
     try:
