@@ -1,10 +1,11 @@
 """One pool of gloo processes for the whole test session.
 
-    def gather_ranks() -> list[int]:          # at module level, with torch.distributed ready
-        ...
+    @on_ranks(2, 3)
+    def test_gather(world):        # at module level; runs on each rank, torch.distributed is ready
+        assert gather_ranks() == list(range(world))
 
-    def test_gather(pool, world):
-        assert pool.run(world, gather_ranks) == [...]     # every rank's result, in rank order
+    def test_gather_to_one(pool):
+        assert pool.run(2, gather_to_one) == [[0, 1], None]    # every rank's result, in rank order
 
 Starting a process and importing torch takes seconds, a job on a running process a millisecond, so
 no test ever starts its own. Functions travel by name, arguments and results by value: plain pickle
@@ -23,6 +24,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -41,6 +44,33 @@ SETTLE_TIMEOUT_S = 10.0
 GRACE_S = 2.0  # how long the others may take to answer once one rank has failed
 
 every_world = pytest.mark.parametrize("world", [2, 3, 4])
+
+
+def on_ranks(*worlds: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the body of a test on every rank, in each of these worlds; options as run has them.
+
+    The test stands at the top of a module. It takes fixtures and parameters as any other does,
+    world among them if there are several, and finds what a job finds.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        names = list(signature(body).parameters)
+
+        @wraps(body)
+        def test(pool: RankPool, **given: Any) -> None:
+            __tracebackhide__ = True
+            world = given.get("world", worlds[0])
+            pool.run(world, body, *[given[name] for name in names], **options)
+
+        body.__qualname__ += ".__wrapped__"  # ranks import the body by this name
+        several = ["world"] if len(worlds) > 1 else []
+        wanted = dict.fromkeys(["pool", *several, *names])
+        test.__signature__ = Signature(  # type: ignore[attr-defined]
+            [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in wanted]
+        )
+        return pytest.mark.parametrize("world", worlds)(test) if several else test
+
+    return decorate
 
 
 class RankError(Exception):

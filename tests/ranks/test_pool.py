@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.pool import RankError, RankPool, every_world
+from tests.ranks.pool import RankError, RankPool, every_world, on_ranks
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -96,11 +96,6 @@ def leave_python() -> None:
     raise SystemExit(3)
 
 
-def mixed_result() -> dict[str, object]:
-    parameter = torch.nn.Parameter(torch.arange(3.0))
-    return {"array": np.arange(3), "tensor": torch.arange(3)[1:], "parameter": parameter}
-
-
 def unpicklable_result() -> object:
     return lambda: None
 
@@ -165,6 +160,17 @@ def test_a_death_fails_with_its_stack(pool: RankPool) -> None:
     assert pool.run(2, rank_and_world) == [(0, 2), (1, 2)]
 
 
+@on_ranks(2)
+def fails_on_ranks() -> None:
+    found = {"rank": 3}
+    assert found == {}
+
+
+def test_a_failed_assertion_shows_the_values_of_names(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"found = {'rank': 3}"):
+        fails_on_ranks(pool)
+
+
 def test_ranks_out_of_step_fail_their_own_test(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,11 +209,13 @@ def test_leaving_python_is_a_failure_like_another(pool: RankPool) -> None:
         pool.run(2, leave_python)
 
 
-def test_results_of_any_kind(pool: RankPool) -> None:
-    for result in pool.run(2, mixed_result):
-        assert np.array_equal(result["array"], np.arange(3))
-        assert torch.equal(result["tensor"], torch.tensor([1, 2]))
-        assert isinstance(result["parameter"], torch.nn.Parameter)
+@on_ranks(2)
+def test_results_of_any_kind() -> None:
+    parameter = torch.nn.Parameter(torch.arange(3.0))
+    result = {"array": np.arange(3), "tensor": torch.arange(3)[1:], "parameter": parameter}
+    assert np.array_equal(result["array"], np.arange(3))
+    assert torch.equal(result["tensor"], torch.tensor([1, 2]))
+    assert isinstance(result["parameter"], torch.nn.Parameter)
 
 
 def test_results_that_cannot_travel_are_named(pool: RankPool) -> None:

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import os
 import pickle
+import reprlib
 import signal
 import sys
 import threading
@@ -129,11 +130,26 @@ def perform(job: Job, groups: GroupKeeper, warning_filters: Sequence[str]) -> Re
         with _private_state(warning_filters), strict():
             result = function(*args, **kwargs)
         return Reply(result=pickle.dumps(result), same_group=groups.is_unchanged())
-    except BaseException:  # a SystemExit must not end the worker
-        error, failed_at_s = traceback.format_exc(), time.monotonic()
+    except BaseException as raised:  # a SystemExit must not end the worker
+        error, failed_at_s = _told(raised), time.monotonic()
     # Only here is the failed call's frame gone, and with it what it held of the group.
     groups.leave()
     return Reply(error=error, failed_at_s=failed_at_s, same_group=False)
+
+
+def _told(raised: BaseException) -> str:
+    """Return the traceback, and for a failed assertion the values of names where it stands."""
+    told = traceback.format_exc()
+    if isinstance(raised, AssertionError):
+        frame, _ = list(traceback.walk_tb(raised.__traceback__))[-1]
+        told += "".join(f"    {name} = {_VALUES.repr(v)}\n" for name, v in frame.f_locals.items())
+    return told
+
+
+_VALUES = reprlib.Repr()
+_VALUES.maxother = _VALUES.maxstring = 200
+for _kind in ("Tensor", "Parameter", "DTensor"):  # their memory may be freed
+    setattr(_VALUES, f"repr_{_kind}", lambda x, _: f"{type(x).__name__} of shape {tuple(x.shape)}")
 
 
 def _loaded(call: bytes) -> Any:
