@@ -16,7 +16,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel, PerParameter, Ragged, checkpoint
 from fullshard.checkpoint import Conversion
 from fullshard.errors import ConfigError, UnsupportedError
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_weights import TOKENS, built
 
 pytest.importorskip("peft", reason="the extra lora is not installed")
@@ -73,7 +73,14 @@ def logits(model: Any) -> Tensor:
     return found
 
 
-def in_and_out(folder: Path, out: Path, kind: str, way: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", list(TARGETS))
+def test_weights_go_in_beside_adapters_and_out_with_them(
+    tmp_path: Path, kind: str, way: str
+) -> None:
+    folder = tmp_path / "in"
+    out = tmp_path / "out"
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     base = built(kind, "cpu")
@@ -114,14 +121,6 @@ def in_and_out(folder: Path, out: Path, kind: str, way: str) -> None:
     torch.testing.assert_close(logits(again), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", list(TARGETS))
-def test_weights_go_in_beside_adapters_and_out_with_them(
-    pool: RankPool, tmp_path: Path, kind: str, way: str
-) -> None:
-    pool.run(2, in_and_out, tmp_path / "in", tmp_path / "out", kind, way)
-
-
 WHOLE = {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}
 TOKENS_ALONE = {"trainable_token_indices": [1, 8, 50], "target_modules": ["q_proj"]}
 
@@ -135,7 +134,14 @@ def learn(model: Any) -> None:
     teach(model)
 
 
-def merged_and_saved(folder: Path, out: Path, way: str, options: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("options", [WHOLE, TOKENS_ALONE], ids=["modules", "tokens"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_trained_whole_beside_adapters_goes_out_under_its_own_name(
+    tmp_path: Path, way: str, options: dict[str, Any]
+) -> None:
+    folder = tmp_path / "in"
+    out = tmp_path / "out"
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     base = built("llama", "cpu")
@@ -176,14 +182,6 @@ def merged_and_saved(folder: Path, out: Path, way: str, options: dict[str, Any])
     buckets = fullshard.stream_params(model, bucket_nbytes=1 << 20)
     streamed = {name for bucket in buckets for name in bucket}
     assert streamed == base.state_dict().keys()
-
-
-@pytest.mark.parametrize("options", [WHOLE, TOKENS_ALONE], ids=["modules", "tokens"])
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_trained_whole_beside_adapters_goes_out_under_its_own_name(
-    pool: RankPool, tmp_path: Path, way: str, options: dict[str, Any]
-) -> None:
-    pool.run(2, merged_and_saved, tmp_path / "in", tmp_path / "out", way, options)
 
 
 def as_advised(folder: Path, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

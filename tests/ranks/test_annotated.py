@@ -21,7 +21,7 @@ import fullshard
 from fullshard import DataParallelMeshDims as Dims
 from fullshard import errors
 from fullshard.optim import ShardedOptimizer
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.versions import TORCH
 
 spmd: Any = pytest.importorskip(
@@ -166,7 +166,13 @@ SHAPES = [
 ]
 
 
-def parity(shape: tuple[int, ...], names: str, dims: Any, layout: Any, after: Any) -> float:
+@on_ranks(4)
+@layouts
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize(("shape", "names", "dims"), SHAPES, ids=str)
+def test_gradients_and_training_equal_the_unsharded_model(
+    shape: tuple[int, ...], names: str, dims: Any, layout: Any, after: Any
+) -> None:
     mesh = mesh_of(names, *shape)
     model = sharded(mesh, dims, layout=layout, reshard_after_forward=after)
     dp = tuple(name for name in names.split() if name != "tp")
@@ -174,19 +180,12 @@ def parity(shape: tuple[int, ...], names: str, dims: Any, layout: Any, after: An
     assert all(isinstance(one, DTensor) for one in found)
     kinds = {seen[0] for block in model for seen in block.seen}
     assert kinds == {Tensor}, kinds
-    return distance(found, train(blocks()))
+    assert distance(found, train(blocks())) <= 1e-12
 
 
+@on_ranks(4)
 @layouts
-@pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize(("shape", "names", "dims"), SHAPES, ids=str)
-def test_gradients_and_training_equal_the_unsharded_model(
-    pool: RankPool, shape: tuple[int, ...], names: str, dims: Any, layout: Any, after: Any
-) -> None:
-    assert max(pool.run(4, parity, shape, names, dims, layout, after)) <= 1e-12
-
-
-def keeps_annotations(layout: Any) -> None:
+def test_forward_sees_plain_tensors_with_their_annotation(layout: Any) -> None:
     mesh = mesh_of()
     expected = blocks()
     annotate(expected, mesh, {mesh.get_group("dp"): spmd.R})
@@ -208,13 +207,16 @@ def keeps_annotations(layout: Any) -> None:
     assert not any(spmd.get_local_type(param) for param in model.parameters())
 
 
+@on_ranks(4)
 @layouts
-def test_forward_sees_plain_tensors_with_their_annotation(pool: RankPool, layout: Any) -> None:
-    pool.run(4, keeps_annotations, layout)
+@pytest.mark.parametrize(("omits_dp", "knows_mesh"), [(False, False), (True, False), (True, True)])
+def test_types_are_checked_in_the_forward_but_not_in_the_engine(
+    layout: Any, omits_dp: bool, knows_mesh: bool
+) -> None:
+    """Types on data-parallel dims may be left out, whether or not ``spmd_types`` has a mesh.
 
-
-def checked(layout: Any, omits_dp: bool, knows_mesh: bool) -> float:
-    """Types of all operations are checked, but not those of the engine."""
+    Types of all operations are checked, but not those of the engine.
+    """
     from spmd_types.checker import typecheck
 
     mesh = mesh_of()
@@ -231,19 +233,20 @@ def checked(layout: Any, omits_dp: bool, knows_mesh: bool) -> float:
 
     with spmd.set_current_mesh(mesh) if knows_mesh else nullcontext():
         model = sharded(mesh, Dims(shard="dp"), layout=layout, omits_dp=omits_dp)
-    return distance(train(model, *number_of(mesh, ("dp",)), Checking), train(blocks()))
+    assert distance(train(model, *number_of(mesh, ("dp",)), Checking), train(blocks())) <= 1e-12
 
 
-@layouts
-@pytest.mark.parametrize(("omits_dp", "knows_mesh"), [(False, False), (True, False), (True, True)])
-def test_types_are_checked_in_the_forward_but_not_in_the_engine(
-    pool: RankPool, layout: Any, omits_dp: bool, knows_mesh: bool
+@on_ranks(4)
+@pytest.mark.skipif(TORCH < (2, 14), reason="PyTorch's FSDP2 takes annotated parameters since 2.14")
+@pytest.mark.parametrize(
+    ("shape", "names", "dims"),
+    # PyTorch 2.15 wants "tp" last, and of more than one rank.
+    [one for one in SHAPES if not one[1].startswith("tp") and one[0][-1] > 1],
+    ids=str,
+)
+def test_parameters_and_gradients_are_those_of_pytorchs_fsdp(
+    shape: tuple[int, ...], names: str, dims: Any
 ) -> None:
-    """Types on data-parallel dims may be left out, whether or not ``spmd_types`` has a mesh."""
-    assert max(pool.run(4, checked, layout, omits_dp, knows_mesh)) <= 1e-12
-
-
-def as_pytorch_has_it(shape: tuple[int, ...], names: str, dims: Any) -> None:
     mesh = mesh_of(names, *shape)
     theirs, ours = sharded(mesh, dims, fsdp.fully_shard), sharded(mesh, dims)
     for (name, one), (same, other) in zip(
@@ -263,19 +266,6 @@ def as_pytorch_has_it(shape: tuple[int, ...], names: str, dims: Any) -> None:
     assert distance(one, other) <= 1e-12
     for a, b in zip(theirs, ours, strict=True):
         assert [kind for kind, *_ in a.seen] == [kind for kind, *_ in b.seen]
-
-
-@pytest.mark.skipif(TORCH < (2, 14), reason="PyTorch's FSDP2 takes annotated parameters since 2.14")
-@pytest.mark.parametrize(
-    ("shape", "names", "dims"),
-    # PyTorch 2.15 wants "tp" last, and of more than one rank.
-    [one for one in SHAPES if not one[1].startswith("tp") and one[0][-1] > 1],
-    ids=str,
-)
-def test_parameters_and_gradients_are_those_of_pytorchs_fsdp(
-    pool: RankPool, shape: tuple[int, ...], names: str, dims: Any
-) -> None:
-    pool.run(4, as_pytorch_has_it, shape, names, dims)
 
 
 def saved_and_loaded(folder: str, layout: Any) -> None:
@@ -309,7 +299,9 @@ def test_state_dicts_are_saved_and_loaded(pool: RankPool, tmp_path: Any, layout:
     pool.run(4, saved_and_loaded, str(tmp_path), layout)
 
 
-def lent(layout: Any) -> None:
+@on_ranks(4)
+@layouts
+def test_full_parameters_and_gradients_are_lent_with_annotations(layout: Any) -> None:
     mesh = mesh_of()
     model = sharded(mesh, Dims(shard="dp"), layout=layout)
     number, size = number_of(mesh, ("dp",))
@@ -326,14 +318,9 @@ def lent(layout: Any) -> None:
     assert distance([p.grad for p in model.parameters()], [2 * one for one in before]) == 0
 
 
+@on_ranks(4)
 @layouts
-def test_full_parameters_and_gradients_are_lent_with_annotations(
-    pool: RankPool, layout: Any
-) -> None:
-    pool.run(4, lent, layout)
-
-
-def with_our_optimizer(layout: Any) -> float:
+def test_clipping_and_the_sharded_optimizer(layout: Any) -> None:
     mesh = mesh_of()
     model, expected = sharded(mesh, Dims(shard="dp"), layout=layout), blocks()
     number, size = number_of(mesh, ("dp",))
@@ -351,15 +338,13 @@ def with_our_optimizer(layout: Any) -> float:
             norms.append(fullshard.optim.clip_grad_norm_(one.parameters(), 0.5))
             optimizer.step()
             optimizer.zero_grad()
-    return distance([*norms[:3], *model.parameters()], [*norms[3:], *expected.parameters()])
+    found = distance([*norms[:3], *model.parameters()], [*norms[3:], *expected.parameters()])
+    assert found <= 1e-12
 
 
+@on_ranks(4)
 @layouts
-def test_clipping_and_the_sharded_optimizer(pool: RankPool, layout: Any) -> None:
-    assert max(pool.run(4, with_our_optimizer, layout)) <= 1e-12
-
-
-def placed_by_a_function(layout: Any) -> float:
+def test_a_placement_function_may_give_the_full_mesh(layout: Any) -> None:
     """As torchtitan places experts: by PyTorch's mesh info of a full mesh and its dims."""
     mesh, dims = mesh_of(), Dims(shard="dp")
     model = blocks()
@@ -371,12 +356,7 @@ def placed_by_a_function(layout: Any) -> float:
             block, mesh=mesh_of("all", 4), shard_placement_fn=lambda _: answer, layout=layout
         )
     assert {param.device_mesh for param in model.parameters()} == {mesh}
-    return distance(train(model, *number_of(mesh, ("dp",))), train(blocks()))
-
-
-@layouts
-def test_a_placement_function_may_give_the_full_mesh(pool: RankPool, layout: Any) -> None:
-    assert max(pool.run(4, placed_by_a_function, layout)) <= 1e-12
+    assert distance(train(model, *number_of(mesh, ("dp",))), train(blocks())) <= 1e-12
 
 
 def refusals() -> dict[str, str]:

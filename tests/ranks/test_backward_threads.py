@@ -20,7 +20,7 @@ from fullshard.frontend.ownership import unit_of
 from fullshard.schedule.triggers import Transcript
 from tests.ranks.autograd import DIM, Tower, engine_of, loss_of
 from tests.ranks.models import fill, full_parameters, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 
 
 def elsewhere(function: Callable[[], object]) -> None:
@@ -67,7 +67,9 @@ def batch(number: int) -> Tensor:
     return noise(4, DIM, seed=number)
 
 
-def stepped_by_copies(*, reentrant: bool) -> tuple[float, float]:
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_elsewhere_leaves_the_thread_whose_optimizers_count(reentrant: bool) -> None:
     """Losses of a second forward, the optimizer having stepped what only shares the memory."""
     losses = []
     for back in (here, elsewhere):
@@ -81,48 +83,19 @@ def stepped_by_copies(*, reentrant: bool) -> tuple[float, float]:
             master.grad = param.grad.to_local()
         optimizer.step()
         losses.append(loss_of(model(batch(1))).item())
-    return losses[0], losses[1]
+    expected, found = losses[0], losses[1]
+    assert found == expected
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recompute_elsewhere_leaves_the_thread_whose_optimizers_count(
-    pool: RankPool, reentrant: bool
-) -> None:
-    for expected, found in pool.run(2, stepped_by_copies, reentrant=reentrant):
-        assert found == expected
-
-
-def knows_the_flat_parameter() -> bool:
+@on_ranks(2)
+def test_an_optimizer_of_flat_parameters_is_known_in_any_thread() -> None:
     """Of an optimizer that steps in another thread nothing else is known."""
     model = fullshard.FullyShardedDataParallel(
         fill(Tower().double()), device_id=torch.device("cpu"), use_orig_params=False
     )
     unit = unit_of(model)
     assert unit is not None and unit.engine is not None
-    return unit.engine.shares_params(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_an_optimizer_of_flat_parameters_is_known_in_any_thread(pool: RankPool) -> None:
-    assert all(pool.run(2, knows_the_flat_parameter))
-
-
-def transcripts(*, reentrant: bool) -> tuple[str, str, float]:
-    """What the machine decided in two steps, by the thread of backward; how far apart they end."""
-    told, ends = [], []
-    for back in (here, elsewhere):
-        model = sharded(reentrant=reentrant)
-        transcript = Transcript()
-        engine_of(model).recorder = transcript
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for number in range(2):
-            loss = loss_of(model(batch(number)))
-            back(loss.backward)
-            optimizer.step()
-            optimizer.zero_grad()
-        told.append(_without_tasks(transcript))
-        ends.append(full_parameters(model))
-    apart = max((ends[0][n] - ends[1][n]).abs().max().item() for n in ends[0])
-    return told[0], told[1], apart
+    assert unit.engine.shares_params(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def _without_tasks(transcript: Transcript) -> str:
@@ -138,13 +111,27 @@ def _without_tasks(transcript: Transcript) -> str:
     return "\n".join(lines)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_the_machine_is_told_the_same_whatever_thread_runs_backward(
-    pool: RankPool, reentrant: bool
-) -> None:
-    for expected, found, apart in pool.run(2, transcripts, reentrant=reentrant):
-        assert apart <= 1e-12
-        assert found == expected
+def test_the_machine_is_told_the_same_whatever_thread_runs_backward(reentrant: bool) -> None:
+    """What the machine decided in two steps, by the thread of backward; how far apart they end."""
+    told, ends = [], []
+    for back in (here, elsewhere):
+        model = sharded(reentrant=reentrant)
+        transcript = Transcript()
+        engine_of(model).recorder = transcript
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(2):
+            loss = loss_of(model(batch(number)))
+            back(loss.backward)
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(_without_tasks(transcript))
+        ends.append(full_parameters(model))
+    apart = max((ends[0][n] - ends[1][n]).abs().max().item() for n in ends[0])
+    expected, found = told[0], told[1]
+    assert apart <= 1e-12
+    assert found == expected
 
 
 class Joined(Lanes):
@@ -158,17 +145,16 @@ class Joined(Lanes):
         self.notes.append((waiter, awaited))
 
 
-def lanes_at_the_end_of_backward() -> bool:
-    """Whether compute has waited for what gathers waited for last."""
+@on_ranks(2)
+def test_a_backward_ends_with_all_lanes_joined() -> None:
+    """What a CUDA graph captures has to.
+
+    Whether compute has waited for what gathers waited for last.
+    """
     lanes = Joined()
     with patch("fullshard.engine.executor.make_lanes", lambda device: lanes):
         model = sharded(reentrant=False)
         for number in range(2):
             loss_of(model(batch(number))).backward()
     last = max(i for i, note in enumerate(lanes.notes) if note[0] is Lane.GATHER)
-    return (Lane.COMPUTE, Lane.GATHER) in lanes.notes[last:]
-
-
-def test_a_backward_ends_with_all_lanes_joined(pool: RankPool) -> None:
-    """What a CUDA graph captures has to."""
-    assert all(pool.run(2, lanes_at_the_end_of_backward))
+    assert (Lane.COMPUTE, Lane.GATHER) in lanes.notes[last:]
