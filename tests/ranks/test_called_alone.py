@@ -18,7 +18,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel, PerParameter, Ragged, fully_shard
 from fullshard.errors import FullshardError, ProtocolError, RaggedOperationError
 from fullshard.tensors import uses
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 
 FACES = ("rows", "ragged", "flat")
 
@@ -82,7 +82,9 @@ def caught(call: Callable[[], Any]) -> tuple[type, str]:
     return type(found.value), str(found.value)
 
 
-def alone(face: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("face", FACES)
+def test_a_module_called_alone_is_named_with_its_unit_and_what_to_do(face: str) -> None:
     net, x, ids = sharded(face), torch.ones(3, 4), torch.arange(6).view(2, 3)
     inside = net.module if face == "flat" else net
     calls: dict[str, Callable[[], Any]] = {
@@ -117,13 +119,6 @@ def alone(face: str) -> None:
     assert all(p.grad is not None for p in net.parameters())
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_a_module_called_alone_is_named_with_its_unit_and_what_to_do(
-    pool: RankPool, face: str
-) -> None:
-    pool.run(2, alone, face)
-
-
 class Middle(nn.Module):
     """A unit whose forward calls a plain module of another unit."""
 
@@ -139,7 +134,9 @@ class Middle(nn.Module):
         return self.lin(x)
 
 
-def in_the_middle(face: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["rows", "ragged"])
+def test_in_the_forward_of_another_unit_the_parameter_is_named(face: str) -> None:
     explain_again()
     layout = Ragged("element") if face == "ragged" else PerParameter()
     net: Any = nn.Sequential(Middle(), nn.Sequential(nn.Linear(4, 4)))
@@ -156,12 +153,8 @@ def in_the_middle(face: str) -> None:
     assert text.endswith("The parameter: 0.lin.weight (Linear) of unit 0 (Middle)"), text
 
 
-@pytest.mark.parametrize("face", ["rows", "ragged"])
-def test_in_the_forward_of_another_unit_the_parameter_is_named(pool: RankPool, face: str) -> None:
-    pool.run(2, in_the_middle, face)
-
-
-def functional() -> None:
+@on_ranks(2)
+def test_functional_use_names_the_parameter() -> None:
     net, x = sharded("rows"), torch.ones(3, 4)
     _, text = caught(lambda: F.linear(x, net.block.lin.weight))
     assert text.startswith("parameter block.lin.weight (Linear) was used while it was sharded")
@@ -170,10 +163,6 @@ def functional() -> None:
     assert "unit other (Linear)" in text
     _, text = caught(lambda: x[:, :1] * sharded("ragged").block.lin.weight)
     assert "cut into the same intervals" in text  # as ever: no module was called
-
-
-def test_functional_use_names_the_parameter(pool: RankPool) -> None:
-    pool.run(2, functional)
 
 
 class OnPurpose(nn.Module):
@@ -188,7 +177,8 @@ class OnPurpose(nn.Module):
         return x @ self.own[0]
 
 
-def on_purpose() -> None:
+@on_ranks(2)
+def test_dtensors_that_are_mixed_on_purpose_get_no_claim() -> None:
     mesh = init_device_mesh("cpu", (2,))
     own = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
     net: Any = nn.Sequential(OnPurpose(), nn.Linear(4, 4))
@@ -202,11 +192,8 @@ def on_purpose() -> None:
     assert isinstance(product, DTensor) and product.full_tensor().sum() == 24
 
 
-def test_dtensors_that_are_mixed_on_purpose_get_no_claim(pool: RankPool) -> None:
-    pool.run(2, on_purpose)
-
-
-def steady() -> int:
+@on_ranks(2)
+def test_a_step_meets_none_of_it() -> None:
     """Return how many operations the handlers of explanations saw in two steps."""
     net, ids = sharded("rows"), torch.arange(6).view(2, 3)
     optims = [
@@ -226,14 +213,11 @@ def steady() -> int:
             optim.zero_grad()
     finally:
         handlers.update(before)
-    return len(seen)
+    assert len(seen) == 0
 
 
-def test_a_step_meets_none_of_it(pool: RankPool) -> None:
-    assert pool.run(2, steady) == [0, 0]
-
-
-def parallel() -> None:
+@on_ranks(2)
+def test_tensor_parallel_steps_pay_nothing() -> None:
     """With tensor parallelism the handlers are removed, and PyTorch's own come back."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     own = handlers[torch.ops.aten.convolution.default]
@@ -250,11 +234,8 @@ def parallel() -> None:
     assert net(torch.ones(2, 4)).shape == (2, 2)
 
 
-def test_tensor_parallel_steps_pay_nothing(pool: RankPool) -> None:
-    pool.run(2, parallel)
-
-
-def merged() -> None:
+@on_ranks(2)
+def test_a_module_that_peft_returns_is_explained() -> None:
     peft = pytest.importorskip("peft")
     explain_again()
     torch.manual_seed(0)
@@ -268,7 +249,3 @@ def merged() -> None:
     _, text = caught(lambda: inner(ids))
     assert "(Embedding) was called while its parameter weight was sharded" in text, text
     assert "fully_shard" in text and "(Net) itself" in text
-
-
-def test_a_module_that_peft_returns_is_explained(pool: RankPool) -> None:
-    pool.run(2, merged)

@@ -17,7 +17,7 @@ from fullshard import errors, fully_shard
 from fullshard.frontend.ownership import units_below
 from tests.ranks.models import fill, full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 worlds = pytest.mark.parametrize("world", [1, 2, 3])
 EXACT = 1e-12
@@ -58,19 +58,16 @@ def test_a_cast_after_sharding_holds_for_training_and_optimizer(
         assert same
 
 
-def bytes_known_after_cast(ran: bool) -> bool:
+@on_ranks(2)
+@pytest.mark.parametrize("ran", [False, True], ids=["before_forward", "after_forward"])
+def test_the_scheduler_knows_the_bytes_of_a_cast_module(ran: bool) -> None:
     model = shard(make(torch.float32))
     if ran:
         step(model, optimizer_of(model))
     model.to(torch.float64)
     step(model, optimizer_of(model))
     units = units_below([model])
-    return all(u.engine.scheduler.residents.units[u.key].nbytes == u.nbytes for u in units)
-
-
-@pytest.mark.parametrize("ran", [False, True], ids=["before_forward", "after_forward"])
-def test_the_scheduler_knows_the_bytes_of_a_cast_module(pool: RankPool, ran: bool) -> None:
-    assert pool.run(2, bytes_known_after_cast, ran) == [True, True]
+    assert all(u.engine.scheduler.residents.units[u.key].nbytes == u.nbytes for u in units)
 
 
 class Wide(nn.Module):
@@ -85,7 +82,10 @@ class Wide(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def cast_children(ran: bool, keep: bool) -> float:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("ran", [False, True], ids=["before_forward", "after_forward"])
+@pytest.mark.parametrize("keep", [False, True], ids=["resharded", "kept"])
+def test_casts_of_plain_children_hold(ran: bool, keep: bool) -> None:
     """Every plain child on its own, as a training script may do."""
     plain = fill(Wide())
     model = fully_shard(copy.deepcopy(plain))
@@ -102,14 +102,7 @@ def cast_children(ran: bool, keep: bool) -> float:
     step(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 1)
     step(model, optimizer, 1)
     model.reshard()
-    return apart(model, plain)
-
-
-@worlds
-@pytest.mark.parametrize("ran", [False, True], ids=["before_forward", "after_forward"])
-@pytest.mark.parametrize("keep", [False, True], ids=["resharded", "kept"])
-def test_casts_of_plain_children_hold(pool: RankPool, world: int, ran: bool, keep: bool) -> None:
-    assert max(pool.run(world, cast_children, ran, keep)) <= 1e-6
+    assert apart(model, plain) <= 1e-6
 
 
 def cast_an_unsharded_child() -> str:
@@ -149,9 +142,11 @@ def halve(model: nn.Module) -> nn.Parameter:
     return nn.Parameter(new)
 
 
-def replace(ran: bool, tied: bool) -> float:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("ran", [False, True], ids=["before_forward", "after_forward"])
+def test_a_right_parameter_put_in_place_is_used(ran: bool) -> None:
     plain = make()
-    if tied:
+    if True:
         plain.plain[0].weight = nn.Parameter(torch.ones(7, 6, dtype=torch.float64))
     model = shard(copy.deepcopy(plain))
     for one in (plain, model):
@@ -161,13 +156,7 @@ def replace(ran: bool, tied: bool) -> float:
         optimizer = optimizer_of(one)
         step(one, optimizer, 1)
         step(one, optimizer, 2)
-    return apart(model, plain)
-
-
-@worlds
-@pytest.mark.parametrize("ran", [False, True], ids=["before_forward", "after_forward"])
-def test_a_right_parameter_put_in_place_is_used(pool: RankPool, world: int, ran: bool) -> None:
-    assert max(pool.run(world, replace, ran, tied=True)) <= EXACT
+    assert apart(model, plain) <= EXACT
 
 
 def write_through_shards() -> float:
@@ -231,7 +220,9 @@ def test_reset_parameters_gives_the_same_for_every_world_size(pool: RankPool) ->
                 assert torch.equal(result[name], param), (world, name)
 
 
-def into_meta(how: str) -> float:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("how", ["assign", "assign_in_parts", "to_empty"])
+def test_a_state_dict_brings_a_meta_model_to_life(how: str) -> None:
     state = {n: v.detach().clone() for n, v in shard(make()).state_dict().items()}
     model = on_meta()
     if how == "assign":
@@ -246,23 +237,14 @@ def into_meta(how: str) -> float:
     plain = make()
     for one in (plain, model):
         step(one, optimizer_of(one))
-    return apart(model, plain)
+    assert apart(model, plain) <= EXACT
 
 
-@worlds
-@pytest.mark.parametrize("how", ["assign", "assign_in_parts", "to_empty"])
-def test_a_state_dict_brings_a_meta_model_to_life(pool: RankPool, world: int, how: str) -> None:
-    assert max(pool.run(world, into_meta, how)) <= EXACT
-
-
-def under_meta_context() -> bool:
+@on_ranks(2)
+def test_sharding_inside_the_meta_context_stays_on_meta() -> None:
     with torch.device("meta"):
         model = shard(Net().double())
-    return all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
-
-
-def test_sharding_inside_the_meta_context_stays_on_meta(pool: RankPool) -> None:
-    assert pool.run(2, under_meta_context) == [True, True]
+    assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
 
 
 # meshes

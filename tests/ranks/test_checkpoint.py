@@ -23,7 +23,7 @@ from fullshard.optim import clip_grad_norm_
 from tests.ranks.models import OddModel, fill, full_parameters
 from tests.ranks.net import make
 from tests.ranks.net import shard as shard_net
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_checkpoint_torch import adamw, sharded_adamw, trained
 from tests.ranks.test_state import shared_folder
 from tests.ranks.test_tensor_parallel import Net, parallelize
@@ -68,7 +68,8 @@ class WithMore(nn.Module):
         self.count = state["count"]
 
 
-def as_unsharded() -> None:
+@on_ranks(3)
+def test_state_dicts_are_those_of_the_unsharded_model() -> None:
     plain = WithMore()
     fill(plain)
     plain.count = 7
@@ -111,11 +112,8 @@ def as_unsharded() -> None:
         checkpoint.load_sharded_state_dict(model, sharded)
 
 
-def test_state_dicts_are_those_of_the_unsharded_model(pool: RankPool) -> None:
-    pool.run(3, as_unsharded)
-
-
-def refused() -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_before_anything_is_changed() -> None:
     model: Any = shard_net(make())
     state = checkpoint.full_state_dict(model, rank0_only=False)
     before = full_parameters(model)
@@ -146,10 +144,6 @@ def refused() -> None:
     saved["state"]["gone"] = {"step": torch.ones(())}
     with pytest.raises(errors.ConfigError, match=r"lacks: \['scale'\], .* lacks: \['gone'\]"):
         checkpoint.load_full_optim_state_dict(model, optimizer, saved)
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_changed(pool: RankPool) -> None:
-    pool.run(2, refused)
 
 
 def round_trip(mesh: str) -> None:
@@ -198,7 +192,9 @@ def test_they_go_on_with_any_layout(pool: RankPool, mesh: str) -> None:
     pool.run(WORLDS[mesh], round_trip, mesh)
 
 
-def three_dims(shape: tuple[int, int, int]) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (2, 2, 1)])
+def test_on_three_dims_each_tensor_is_where_it_belongs(shape: tuple[int, int, int]) -> None:
     """What tensor parallelism left alone is replicated over it; FSDP1 shards it over replicas."""
     names = ("rep", "dp", "tp")
     grid = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -236,13 +232,6 @@ def three_dims(shape: tuple[int, int, int]) -> None:
         assert all(torch.equal(full(p), expected[n]) for n, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (2, 2, 1)])
-def test_on_three_dims_each_tensor_is_where_it_belongs(
-    pool: RankPool, shape: tuple[int, int, int]
-) -> None:
-    pool.run(4, three_dims, shape)
-
-
 def through_files(mesh: str, layout: str) -> None:
     model = sharded_net(mesh, layout)
     optimizer = sharded_adamw(model)
@@ -277,7 +266,9 @@ def test_files_of_distributed_checkpoint(pool: RankPool) -> None:
     pool.run(4, through_files, "2d", "per_param")
 
 
-def peak(layout: Any) -> tuple[int, int, int]:
+@on_ranks(2)
+@pytest.mark.parametrize("layout", list(LAYOUTS.values()), ids=list(LAYOUTS))
+def test_a_full_state_dict_of_20_units_takes_one_unit_above_the_shards(layout: Any) -> None:
     """The most bytes held at once for a full state dict, those of the largest unit, of all."""
     pairs = (nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)) for _ in range(20))
     model = fill(nn.Sequential(*pairs))
@@ -290,15 +281,8 @@ def peak(layout: Any) -> tuple[int, int, int]:
     assert len(state) == (80 if dist.get_rank() == 0 else 0)
     assert sum(meter.held_nbytes.values()) == 0  # between calls nothing but shards
     largest = max(unit.nbytes for unit in units)
-    return sum(meter.peak_nbytes.values()), largest, sum(unit.nbytes for unit in units)
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS.values()), ids=list(LAYOUTS))
-def test_a_full_state_dict_of_20_units_takes_one_unit_above_the_shards(
-    pool: RankPool, layout: Any
-) -> None:
-    for held, unit, total in pool.run(2, peak, layout):
-        assert 0 < held <= unit < total / 19
+    held, unit, total = sum(meter.peak_nbytes.values()), largest, sum(unit.nbytes for unit in units)
+    assert 0 < held <= unit < total / 19
 
 
 # Defects of FSDP1 in two dims; those of unshard_params are in test_unshard_rules.

@@ -36,7 +36,7 @@ from fullshard.errors import (
 from fullshard.frontend import contexts
 from fullshard.optim import ShardedOptimizer
 from tests.ranks.models import noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_checkpoint_faults import alone
 from tests.ranks.test_checkpoint_files import WAYS, built, everything, plain, same
 
@@ -162,7 +162,8 @@ def test_a_step_waits_until_everything_is_copied_and_no_longer(
     ]
 
 
-def writers_wait(path: Path) -> None:
+@on_ranks(2, timeout_s=PATIENCE_S)
+def test_loads_and_loans_wait_for_copies(tmp_path: Path) -> None:
     """Whatever of ours or of PyTorch writes to parameters or state waits for the copies."""
     model, optimizer = built("rows", 1)
     other, its_optimizer = built("rows", 2)
@@ -183,7 +184,7 @@ def writers_wait(path: Path) -> None:
     ]
     for number, call in enumerate(calls):
         with slow_disk() as goes_on:
-            folder = path / str(number)
+            folder = tmp_path / str(number)
             checkpoint.save(folder, model, optimizer, step=1, mode="async", budget_nbytes=0)
             writer = begins(call)
             assert writer.is_alive(), number
@@ -193,10 +194,6 @@ def writers_wait(path: Path) -> None:
         assert not optimizer._optimizer_step_pre_hooks
         checkpoint.load(folder, model, optimizer)
         assert same(everything(model, optimizer), before)
-
-
-def test_loads_and_loans_wait_for_copies(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, writers_wait, tmp_path, timeout_s=PATIENCE_S)
 
 
 def writes_by_hand(path: Path) -> list[str]:
@@ -228,27 +225,22 @@ def test_what_is_written_by_hand_meanwhile_is_noticed(pool: RankPool, tmp_path: 
     assert "wait_until_copied()" in first[0] and first[1:] == ["2"]
 
 
-def writes_to_state(path: Path, kind: str) -> str:
+@on_ranks(2, timeout_s=PATIENCE_S)
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_state_that_is_written_by_hand_is_noticed(tmp_path: Path, kind: str) -> None:
     model, optimizer = built("ragged", 1)
     if kind == "sharded":
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
     trains(model, optimizer, 0)
     with slow_disk() as goes_on:
-        checkpoint.save(path / kind, model, optimizer, step=1, mode="async", budget_nbytes=0)
+        checkpoint.save(tmp_path / kind, model, optimizer, step=1, mode="async", budget_nbytes=0)
         with torch.no_grad():
             optimizer.state[model.blocks[0].up.weight]["exp_avg"].zero_()
         goes_on.set()
         with pytest.raises(ProtocolError) as found:
             await_save()
-    return str(found.value)
-
-
-@pytest.mark.parametrize("kind", ["plain", "sharded"])
-def test_state_that_is_written_by_hand_is_noticed(
-    pool: RankPool, tmp_path: Path, kind: str
-) -> None:
-    for said in pool.run(2, writes_to_state, tmp_path, kind, timeout_s=PATIENCE_S):
-        assert "the state of the optimizer was written to" in said
+    said = str(found.value)
+    assert "the state of the optimizer was written to" in said
 
 
 def one_disk_is_full(path: Path) -> list[str]:
@@ -352,9 +344,10 @@ def test_arguments_without_a_meaning_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def loop(path: Path) -> list[int]:
+@on_ranks(2, timeout_s=PATIENCE_S)
+def test_a_checkpointer_saves_and_removes_beside_the_training(tmp_path: Path) -> None:
     model, optimizer = built("ragged", 1)
-    checkpointer = checkpoint.Checkpointer(path, every=2, keep=2, mode="async", budget_nbytes=0)
+    checkpointer = checkpoint.Checkpointer(tmp_path, every=2, keep=2, mode="async", budget_nbytes=0)
     states = {}
     for step in range(1, 10):
         trains(model, optimizer, step)
@@ -366,13 +359,7 @@ def loop(path: Path) -> list[int]:
     assert same(everything(model, optimizer), states[8])
     checkpointer.wait()
     dist.barrier()
-    return [one.step for one in checkpoint.list_checkpoints(path)]
-
-
-def test_a_checkpointer_saves_and_removes_beside_the_training(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    assert pool.run(2, loop, tmp_path, timeout_s=PATIENCE_S) == [[6, 8], [6, 8]]
+    assert [one.step for one in checkpoint.list_checkpoints(tmp_path)] == [6, 8]
 
 
 @pytest.mark.parametrize("budget", [None, 0, LITTLE])
@@ -526,7 +513,9 @@ def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
     checkpoint.verify(target)
 
 
-def pickled_after(path: Path) -> None:
+@on_ranks(1)
+def test_a_model_that_is_or_was_saved_can_be_copied(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     model = plain(1)
     optimizer = torch.optim.AdamW(model.parameters())
     with slow_disk() as written:
@@ -538,7 +527,3 @@ def pickled_after(path: Path) -> None:
     for one in (model, twin):
         loaded = pickle.loads(pickle.dumps(one))
         loaded.load_state_dict(one.state_dict())  # waits for nothing
-
-
-def test_a_model_that_is_or_was_saved_can_be_copied(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(1, pickled_after, tmp_path / "one")

@@ -16,7 +16,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel, Ragged, fully_shard
 from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
 from fullshard.wrap import ModuleWrapPolicy
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 
 FACES = ("rows", "ragged", "pieces", "flat")
 
@@ -81,7 +81,11 @@ def step(net: Any) -> float:
     return loss.item()
 
 
-def parity(face: str, early: bool, offload: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("face", FACES)
+def test_values_are_those_of_the_unsharded_model(face: str, early: bool, offload: bool) -> None:
     reference = made()
     expected = step(reference)
     grads = {name: param.grad for name, param in reference.named_parameters()}
@@ -108,16 +112,8 @@ def parity(face: str, early: bool, offload: bool) -> None:
         fullshard.checkpoint_blocks(net)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("face", FACES)
-def test_values_are_those_of_the_unsharded_model(
-    pool: RankPool, face: str, early: bool, offload: bool
-) -> None:
-    pool.run(2, parity, face, early, offload)
-
-
-def copies() -> None:
+@on_ranks(2)
+def test_a_sharded_model_is_copied_and_not_pickled() -> None:
     net = made()
     fullshard.checkpoint_blocks(net)
     sharded(net, "rows")
@@ -130,10 +126,6 @@ def copies() -> None:
     assert step(other) != pytest.approx(expected, abs=1e-12)
     with pytest.raises(NotBuiltError, match="cannot be pickled"):
         pickle.dumps(net)
-
-
-def test_a_sharded_model_is_copied_and_not_pickled(pool: RankPool) -> None:
-    pool.run(2, copies)
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -37,7 +37,7 @@ from fullshard.errors import (
     FullshardError,
     LostRankError,
 )
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_checkpoint_files import built, everything, same, saves
 
 
@@ -399,11 +399,19 @@ def test_a_rank_that_does_something_else_is_named_on_the_others(
     assert "rank 1 is alive but did not take part within 2 s" in first
 
 
-def loop(path: Path) -> list[str]:
+def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    try:
+        return same(one, other)
+    except AssertionError:
+        return False
+
+
+@on_ranks(2)
+def test_a_loop_keeps_those_that_are_intact(tmp_path: Path) -> None:
     """Save six times and keep two; the newest is damaged before the last."""
-    (path / ".unfinished-step-000001-abc").mkdir(exist_ok=True)
+    (tmp_path / ".unfinished-step-000001-abc").mkdir(exist_ok=True)
     dist.barrier()
-    checkpointer = checkpoint.Checkpointer(path, every=2, keep=2)
+    checkpointer = checkpoint.Checkpointer(tmp_path, every=2, keep=2)
     model, optimizer = built("rows", 1)
     assert checkpointer.load(model, optimizer) is None
     for step in range(1, 13):
@@ -413,43 +421,31 @@ def loop(path: Path) -> list[str]:
         if step == 12:
             dist.barrier()
             if dist.get_rank() == 0:
-                zeros(path / "step-000010" / "rank-00001.safetensors")
+                zeros(tmp_path / "step-000010" / "rank-00001.safetensors")
             dist.barrier()
-            checkpointer = checkpoint.Checkpointer(path, every=2, keep=2)
+            checkpointer = checkpoint.Checkpointer(tmp_path, every=2, keep=2)
         if checkpointer.is_due(step):
             checkpointer.save(model, optimizer, {"step": step}, step=step)
     after = everything(model, optimizer)
-    names = sorted(one.name for one in path.iterdir())
+    names = sorted(one.name for one in tmp_path.iterdir())
     dist.barrier()
     other, its = built("ragged", 2)
-    found = checkpoint.Checkpointer(path).load(other, its)
+    found = checkpoint.Checkpointer(tmp_path).load(other, its)
     assert found is not None and found.extra == {"step": 12} and found.path.name == "step-000012"
     assert same(everything(other, its), after)
     dist.barrier()
     if dist.get_rank() == 0:
-        zeros(path / "step-000012" / "rank-00000.safetensors")
+        zeros(tmp_path / "step-000012" / "rank-00000.safetensors")
     dist.barrier()
-    older = checkpoint.Checkpointer(path).load(other, its)
+    older = checkpoint.Checkpointer(tmp_path).load(other, its)
     assert older is not None and older.step == 8
     assert not same_values(everything(other, its), after)
-    again = checkpoint.Checkpointer(path)
+    again = checkpoint.Checkpointer(tmp_path)
     again.save(other, its, step=10)  # the damaged one is put aside
-    assert checkpoint.verify(path / "step-000010").extra is None
+    assert checkpoint.verify(tmp_path / "step-000010").extra is None
     with pytest.raises(ConfigError, match="something at this path"):
         again.save(other, its, step=10)
-    return names
-
-
-def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    try:
-        return same(one, other)
-    except AssertionError:
-        return False
-
-
-def test_a_loop_keeps_those_that_are_intact(pool: RankPool, tmp_path: Path) -> None:
-    for names in pool.run(2, loop, tmp_path):
-        assert names == ["latest", "step-000008", "step-000010", "step-000012"]
+    assert names == ["latest", "step-000008", "step-000010", "step-000012"]
 
 
 def test_what_is_in_the_way_is_put_aside(tmp_path: Path) -> None:
@@ -744,8 +740,28 @@ class Random(nn.Linear):
         self.loaded = state
 
 
-def staged(path: Path, mode: str, what: str) -> tuple[str, bool]:
+def broadcast(model: nn.Module) -> None:
+    for param in model.parameters():
+        dist.broadcast(param.detach(), 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("mode", "what", "names"),
+    [
+        ("sync", "equal", ""),
+        ("async", "equal", ""),
+        ("sync", "weight", "model/0.weight on ranks 0 and 1."),
+        ("async", "weight", "model/0.weight on ranks 0 and 1."),
+        ("sync", "frozen", "model/frozen on ranks 0 and 1."),
+        ("async", "state", "optimizer/0.weight/exp_avg on ranks 0 and 1, "),
+    ],
+)
+def test_plain_tensors_of_one_name_have_to_be_equal(
+    tmp_path: Path, mode: str, what: str, names: str
+) -> None:
     """Save two stages of a pipeline whose layers have one name; return what was raised."""
+    path = tmp_path / "step-1"
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 70), nn.BatchNorm1d(70))
@@ -781,31 +797,9 @@ def staged(path: Path, mode: str, what: str) -> tuple[str, bool]:
     if what == "equal":
         checkpoint.load(path, model, optimizer)
         checkpoint.verify(path)
-    return said, left == [] if said else path.name in left
-
-
-def broadcast(model: nn.Module) -> None:
-    for param in model.parameters():
-        dist.broadcast(param.detach(), 0)
-
-
-@pytest.mark.parametrize(
-    ("mode", "what", "names"),
-    [
-        ("sync", "equal", ""),
-        ("async", "equal", ""),
-        ("sync", "weight", "model/0.weight on ranks 0 and 1."),
-        ("async", "weight", "model/0.weight on ranks 0 and 1."),
-        ("sync", "frozen", "model/frozen on ranks 0 and 1."),
-        ("async", "state", "optimizer/0.weight/exp_avg on ranks 0 and 1, "),
-    ],
-)
-def test_plain_tensors_of_one_name_have_to_be_equal(
-    pool: RankPool, tmp_path: Path, mode: str, what: str, names: str
-) -> None:
-    for said, is_right in pool.run(2, staged, tmp_path / "step-1", mode, what):
-        assert is_right
-        assert (names in said and "prefix their names" in said) if names else said == ""
+    is_right = left == [] if said else path.name in left
+    assert is_right
+    assert (names in said and "prefix their names" in said) if names else said == ""
 
 
 def much_extra_state(path: Path) -> bool:
@@ -838,17 +832,14 @@ def pair(seed: int, *, is_tied: bool) -> Any:
     return fully_shard(model)
 
 
-def unties(path: Path) -> list[bool]:
-    checkpoint.save(path / "tied", pair(1, is_tied=True), step=1)
-    checkpoint.save(path / "not", pair(1, is_tied=False), step=1)
+@on_ranks(2)
+def test_what_was_tied_is_loaded_into_every_parameter(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "tied", pair(1, is_tied=True), step=1)
+    checkpoint.save(tmp_path / "not", pair(1, is_tied=False), step=1)
     tied = checkpoint.full_state_dict(pair(1, is_tied=True), rank0_only=False)
     model = pair(2, is_tied=False)
-    checkpoint.load(path / "tied", model)
+    checkpoint.load(tmp_path / "tied", model)
     found = checkpoint.full_state_dict(model, rank0_only=False)
     with pytest.raises(ConfigError, match=r"is tied to model/0\.weight here, not there"):
-        checkpoint.load(path / "not", pair(2, is_tied=True))
-    return [torch.equal(found[name], tied[name]) for name in found]
-
-
-def test_what_was_tied_is_loaded_into_every_parameter(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(2, unties, tmp_path) == [[True, True], [True, True]]
+        checkpoint.load(tmp_path / "not", pair(2, is_tied=True))
+    assert [torch.equal(found[name], tied[name]) for name in found] == [True, True]

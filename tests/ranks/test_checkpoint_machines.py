@@ -27,7 +27,7 @@ from fullshard.checkpoint.saving.saving import save_collected
 from fullshard.checkpoint.stores import machines, peers
 from fullshard.errors import CheckpointError, ConfigError
 from tests.ranks.models import noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_checkpoint_files import built, everything, same
 
 NAME = "step-{:06d}"
@@ -339,22 +339,18 @@ def test_a_folder_that_others_can_change_is_refused_each_time(tmp_path: Path, fo
     assert sorted(tmp_path.rglob("*")) == there
 
 
-def reads_another_users(roots: Sequence[Path]) -> str:
+@on_ranks(2)
+def test_a_folder_that_others_can_change_is_told_on_all_ranks(tmp_path: Path) -> None:
     """Save where the second machine has a folder that all users may change."""
+    roots = folders(tmp_path, "01")
     root = roots[dist.get_rank()]
     if dist.get_rank() == 1:
         root.mkdir()
         root.chmod(0o777)
     with pytest.raises(ConfigError) as caught:
         Checkpointer(root, copies=2).save(nn.Linear(2, 2), step=1)
-    return str(caught.value)
-
-
-def test_a_folder_that_others_can_change_is_told_on_all_ranks(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    for said in pool.run(2, reads_another_users, folders(tmp_path, "01")):
-        assert "rank 1: " in said and "machine-1" in said
+    said = str(caught.value)
+    assert "rank 1: " in said and "machine-1" in said
 
 
 @pytest.mark.parametrize("copies", [0, -1, True, 1.5])

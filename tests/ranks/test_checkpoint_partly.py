@@ -20,7 +20,7 @@ from fullshard.checkpoint import LoadPlanner
 from fullshard.optim import ShardedOptimizer
 from fullshard.tensors import local_part
 from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 from tests.ranks.test_state import shared_folder
 
 FACES = ["per_parameter", "ragged", "originals", "flat"]
@@ -128,7 +128,9 @@ def resumes(face: str, other: str, *, saved: bool, loading: bool, by_torch: bool
     check_end(fresh, plain)
 
 
-def all_ways(face: str, other: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("face", "other"), list(zip(FACES, FACES[1:] + FACES[:1], strict=True)))
+def test_parameters_that_never_stepped_are_resumed_as_such(face: str, other: str) -> None:
     for saved in (False, True):
         for loading in (False, True):
             resumes(face, other, saved=saved, loading=loading, by_torch=False)
@@ -136,21 +138,11 @@ def all_ways(face: str, other: str) -> None:
             resumes(face, other, saved=saved, loading=False, by_torch=True)
 
 
-@pytest.mark.parametrize(("face", "other"), list(zip(FACES, FACES[1:] + FACES[:1], strict=True)))
-def test_parameters_that_never_stepped_are_resumed_as_such(
-    pool: RankPool, face: str, other: str
-) -> None:
-    pool.run(2, all_ways, face, other)
-
-
-def lacks() -> None:
+@on_ranks(2)
+def test_weights_that_a_file_lacks_are_still_missed() -> None:
     model = sharded("per_parameter")
     folder = shared_folder()
     dcp.save({"model": checkpoint.sharded_state_dict(model)}, checkpoint_id=folder)
     state = {"model": {**checkpoint.sharded_state_dict(model), "more": torch.ones(2)}}
     with pytest.raises(dcp.CheckpointException, match=r"Missing key.*model\.more"):
         dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
-
-
-def test_weights_that_a_file_lacks_are_still_missed(pool: RankPool) -> None:
-    pool.run(2, lacks)

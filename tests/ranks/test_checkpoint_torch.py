@@ -29,7 +29,7 @@ from fullshard import checkpoint
 from fullshard.compat import patch_torch
 from fullshard.optim import ShardedOptimizer
 from tests.ranks.models import fill
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_tensor_parallel import Net, parallelize
 from tests.ranks.test_unshard_params import loss_of, sharded_net
 
@@ -242,7 +242,9 @@ def test_what_we_save_they_load(pool: RankPool, kind: str, mesh: str, layout: st
     pool.run(3 if mesh == "1d" else 4, to_theirs, kind, mesh, layout)
 
 
-def broadcast(mesh: str, layout: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize(("mesh", "layout"), [("1d", "per_param"), ("1d", "element")])
+def test_the_first_rank_reads_for_all(mesh: str, layout: str) -> None:
     """Only the first rank reads; weights and the optimizer's state reach all."""
     alone = plain(mesh)
     own = adamw(alone)
@@ -264,12 +266,11 @@ def broadcast(mesh: str, layout: str) -> None:
                 trained(model, optimizer)
 
 
-@pytest.mark.parametrize(("mesh", "layout"), [("1d", "per_param"), ("1d", "element")])
-def test_the_first_rank_reads_for_all(pool: RankPool, mesh: str, layout: str) -> None:
-    pool.run(3, broadcast, mesh, layout)
-
-
-def beside_the_training(folder: Path, layout: str, patched: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("patched", [False, True], ids=["alone", "patched"])
+@pytest.mark.parametrize("layout", ["per_param", "element"])
+def test_pytorch_saves_beside_the_training(tmp_path: Path, layout: str, patched: bool) -> None:
+    folder = tmp_path / "saved"
     with patch_torch() if patched else nullcontext():
         model, optimizer = ours("1d", layout, adamw)
         trained(model, optimizer)
@@ -284,11 +285,3 @@ def beside_the_training(folder: Path, layout: str, patched: bool) -> None:
         dcp.load(store, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim)
         same_values(checkpoint.full_state_dict(model, rank0_only=False), before)
-
-
-@pytest.mark.parametrize("patched", [False, True], ids=["alone", "patched"])
-@pytest.mark.parametrize("layout", ["per_param", "element"])
-def test_pytorch_saves_beside_the_training(
-    pool: RankPool, tmp_path: Path, layout: str, patched: bool
-) -> None:
-    pool.run(2, beside_the_training, tmp_path / "saved", layout, patched)

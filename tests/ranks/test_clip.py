@@ -18,11 +18,10 @@ from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.optim import clip_grad_norm_, grad_norm
 from tests.ranks.models import Counted, noise
 from tests.ranks.net import batch, make, shard
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.ragged import CASES, CUT, placed, strided, whole_of
 
 NORMS = [1.0, 2.0, 3.5, float("inf")]
-every = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 
 def pair() -> tuple[Any, Any]:
@@ -35,7 +34,13 @@ def pair() -> tuple[Any, Any]:
     return plain, model
 
 
-def clips(norm_type: float, foreach: bool | None, factor: float) -> None:
+@pytest.mark.parametrize("factor", [0.3, 5.0], ids=["clipped", "left_alone"])
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", NORMS)
+@on_ranks(1, 2, 3, 4)
+def test_clipping_equals_the_unsharded_model(
+    norm_type: float, foreach: bool | None, factor: float
+) -> None:
     plain, model = pair()
     limit = factor * float(grad_norm(plain.parameters(), norm_type))
     want = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
@@ -51,23 +56,14 @@ def clips(norm_type: float, foreach: bool | None, factor: float) -> None:
             assert torch.allclose(param.grad.full_tensor(), expected, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("factor", [0.3, 5.0], ids=["clipped", "left_alone"])
-@pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("norm_type", NORMS)
-@every
-def test_clipping_equals_the_unsharded_model(
-    pool: RankPool, world: int, norm_type: float, foreach: bool | None, factor: float
-) -> None:
-    pool.run(world, clips, norm_type, foreach, factor)
-
-
 def param_with(grad: Tensor) -> nn.Parameter:
     param = nn.Parameter(torch.zeros_like(grad))
     param.grad = grad
     return param
 
 
-def every_placement() -> None:
+@on_ranks(4)
+def test_meshes_of_two_dims_and_plain_tensors() -> None:
     """On a mesh of two dims: what is replicated on one of them counts once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     values = [noise(5, 3, seed=i) for i in range(5)]
@@ -90,10 +86,6 @@ def every_placement() -> None:
         grad: Any = param.grad
         whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
         assert torch.allclose(whole, value / (norm + 1e-6), rtol=1e-12)
-
-
-def test_meshes_of_two_dims_and_plain_tensors(pool: RankPool) -> None:
-    pool.run(4, every_placement)
 
 
 MANY: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
@@ -138,7 +130,8 @@ def test_any_meshes_together(pool: RankPool, norm_type: float, foreach: bool | N
     assert abs(norms[0][1] - min(norms[0][0], 0.7)) < 1e-5
 
 
-def reductions() -> list[int]:
+@on_ranks(4)
+def test_there_is_one_all_reduce_for_each_mesh_dim_at_most() -> None:
     """All-reduces for parameters of one mesh, tensor-parallel and copied ones among them."""
     counts = []
     for shape, kinds in {
@@ -151,14 +144,11 @@ def reductions() -> list[int]:
         with Counted() as counted:
             grad_norm(params)
         counts.append(counted.total)
-    return counts
+    assert counts == [2, 0, 2]
 
 
-def test_there_is_one_all_reduce_for_each_mesh_dim_at_most(pool: RankPool) -> None:
-    assert pool.run(4, reductions) == [[2, 0, 2]] * 4
-
-
-def not_finite() -> None:
+@on_ranks(4)
+def test_what_is_not_finite_on_one_rank_is_seen_on_all() -> None:
     """What is on one rank only is seen on all."""
     for name in ("hsdp", "columns", "copies"):
         case = CASES[name]
@@ -171,11 +161,8 @@ def not_finite() -> None:
                 assert norm.isnan() if bad != bad else norm.isinf()
 
 
-def test_what_is_not_finite_on_one_rank_is_seen_on_all(pool: RankPool) -> None:
-    pool.run(4, not_finite)
-
-
-def corners() -> None:
+@on_ranks(2)
+def test_corners() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     assert grad_norm([]).item() == 0 and grad_norm([nn.Parameter(torch.ones(2))]).item() == 0
     one_row = distribute_tensor(noise(1, 3), mesh, [Shard(0)])  # the other rank holds nothing
@@ -196,11 +183,8 @@ def corners() -> None:
         grad_norm(param_with(partial))
 
 
-def test_corners(pool: RankPool) -> None:
-    pool.run(2, corners)
-
-
-def twin_of_a_mesh() -> None:
+@on_ranks(2)
+def test_the_order_of_sums_is_that_of_parameters() -> None:
     """DTensor's cache may give a gradient the mesh of another model: equal, yet another object."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     twin = copy.copy(mesh)
@@ -218,11 +202,8 @@ def twin_of_a_mesh() -> None:
         param.grad = grad
 
 
-def test_the_order_of_sums_is_that_of_parameters(pool: RankPool) -> None:
-    pool.run(2, twin_of_a_mesh)
-
-
-def low_precision() -> None:
+@on_ranks(2)
+def test_gradients_of_few_bits() -> None:
     """Sharded in bf16 all the way, as large models are."""
     policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = shard(make(torch.bfloat16), mp_policy=policy)
@@ -235,11 +216,8 @@ def low_precision() -> None:
     assert abs(after.item() - 0.5) < 0.01
 
 
-def test_gradients_of_few_bits(pool: RankPool) -> None:
-    pool.run(2, low_precision)
-
-
-def mixed_dtypes() -> None:
+@on_ranks(2)
+def test_dtypes_may_be_mixed_in_any_order() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     single, double = noise(5, 3).float(), noise(4, 2, seed=1)
     parts = [single, double, torch.complex(double, double * 2)]
@@ -253,11 +231,8 @@ def mixed_dtypes() -> None:
         assert abs(grad_norm(params).item() - 1) < 1e-5
 
 
-def test_dtypes_may_be_mixed_in_any_order(pool: RankPool) -> None:
-    pool.run(2, mixed_dtypes)
-
-
-def experts_without_gradients() -> None:
+@on_ranks(4)
+def test_ranks_of_other_experts_may_lack_gradients() -> None:
     """Ranks that hold different experts need not have gradients of the same ones."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
     is_second = mesh["experts"].get_local_rank() == 1
@@ -278,7 +253,3 @@ def experts_without_gradients() -> None:
         params = [experts[0], dense, experts[1]]
         assert torch.allclose(grad_norm(params), want.norm(), rtol=1e-12)
         assert torch.equal(grad_norm(params, float("inf")), want.abs().amax())
-
-
-def test_ranks_of_other_experts_may_lack_gradients(pool: RankPool) -> None:
-    pool.run(4, experts_without_gradients)

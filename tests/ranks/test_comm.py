@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard.comm import C10d, collectives_of, collectives_of_twin
 from fullshard.comm.c10d import Transport
 from tests.ranks.models import noise
-from tests.ranks.pool import RankPool, every_world
+from tests.ranks.pool import RankPool, every_world, on_ranks
 
 NUMELS = [0, 1, 5, 4096, 100_003]
 
@@ -26,35 +26,6 @@ def wire(transport: Transport) -> C10d:
 
 def part(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
     return noise(numel, seed=rank + 1).to(dtype)
-
-
-def gather(transport: Transport, dtype: torch.dtype) -> bool:
-    wires, world = wire(transport), dist.get_world_size()
-    started = []
-    for numel in NUMELS:
-        output = torch.full((world * numel,), torch.nan, dtype=dtype)
-        source = part(numel, dist.get_rank(), dtype)
-        started.append((wires.all_gather([output], [source]), output, numel, source))
-    for pending, *_ in reversed(started):
-        pending.wait()
-    return all(
-        torch.equal(output, torch.cat([part(numel, r, dtype) for r in range(world)]))
-        for _, output, numel, _ in started
-    )
-
-
-def gather_together(transport: Transport) -> bool:
-    """Several at once, from where the result will be."""
-    wires, world, rank = wire(transport), dist.get_world_size(), dist.get_rank()
-    outputs = [torch.full((world * numel,), torch.nan) for numel in NUMELS]
-    own = [output.view(world, -1)[rank] for output in outputs]
-    for place, numel in zip(own, NUMELS, strict=True):
-        place.copy_(part(numel, rank, torch.float32))
-    wires.all_gather(outputs, own).wait()
-    return all(
-        torch.equal(output, torch.cat([part(numel, r, torch.float32) for r in range(world)]))
-        for output, numel in zip(outputs, NUMELS, strict=True)
-    )
 
 
 def reduce(transport: Transport, dtype: torch.dtype, wide: bool) -> float:
@@ -72,17 +43,40 @@ def reduce(transport: Transport, dtype: torch.dtype, wide: bool) -> float:
     return worst
 
 
-@every_world
+@on_ranks(2, 3, 4)
 @pytest.mark.parametrize("transport", list(Transport))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_all_gather(pool: RankPool, world: int, transport: Transport, dtype: torch.dtype) -> None:
-    assert pool.run(world, gather, transport, dtype) == [True] * world
+def test_all_gather(world: int, transport: Transport, dtype: torch.dtype) -> None:
+    wires, world = wire(transport), dist.get_world_size()
+    started = []
+    for numel in NUMELS:
+        output = torch.full((world * numel,), torch.nan, dtype=dtype)
+        source = part(numel, dist.get_rank(), dtype)
+        started.append((wires.all_gather([output], [source]), output, numel, source))
+    for pending, *_ in reversed(started):
+        pending.wait()
+    found = all(
+        torch.equal(output, torch.cat([part(numel, r, dtype) for r in range(world)]))
+        for _, output, numel, _ in started
+    )
+    assert found
 
 
-@every_world
+@on_ranks(2, 3, 4)
 @pytest.mark.parametrize("transport", list(Transport))
-def test_all_gathers_together(pool: RankPool, world: int, transport: Transport) -> None:
-    assert pool.run(world, gather_together, transport) == [True] * world
+def test_all_gathers_together(world: int, transport: Transport) -> None:
+    """Several at once, from where the result will be."""
+    wires, world, rank = wire(transport), dist.get_world_size(), dist.get_rank()
+    outputs = [torch.full((world * numel,), torch.nan) for numel in NUMELS]
+    own = [output.view(world, -1)[rank] for output in outputs]
+    for place, numel in zip(own, NUMELS, strict=True):
+        place.copy_(part(numel, rank, torch.float32))
+    wires.all_gather(outputs, own).wait()
+    found = all(
+        torch.equal(output, torch.cat([part(numel, r, torch.float32) for r in range(world)]))
+        for output, numel in zip(outputs, NUMELS, strict=True)
+    )
+    assert found
 
 
 @every_world
@@ -150,7 +144,9 @@ def test_a_group_is_made_by_its_own_ranks(pool: RankPool) -> None:
     assert pool.run(4, of_one_stage) == [([1, 2], True), ([1, 2], True), alone, alone]
 
 
-def complex_numbers(transport: Transport) -> list[bool]:
+@on_ranks(2)
+@pytest.mark.parametrize("transport", list(Transport))
+def test_complex_numbers_travel(transport: Transport) -> None:
     """Gathered, reduced to a part, reduced: as numpy would."""
     wires, rank, world = wire(transport), dist.get_rank(), dist.get_world_size()
     parts = [torch.complex(noise(6 * world, seed=r), noise(6 * world, seed=-r)) for r in range(9)]
@@ -162,16 +158,12 @@ def complex_numbers(transport: Transport) -> list[bool]:
     whole = parts[rank].clone()
     wires.all_reduce_mean(whole).wait()
     mean = torch.stack(parts).mean(0)
-    return [
+    found = [
         torch.equal(gathered, torch.cat(parts)),
         torch.allclose(part, mean.view(world, 6)[rank]),
         torch.allclose(whole, mean),
     ]
-
-
-@pytest.mark.parametrize("transport", list(Transport))
-def test_complex_numbers_travel(pool: RankPool, transport: Transport) -> None:
-    assert pool.run(2, complex_numbers, transport) == [[True] * 3] * 2
+    assert found == [True] * 3
 
 
 def large_fp16(whole: bool) -> float:

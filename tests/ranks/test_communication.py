@@ -16,7 +16,7 @@ from fullshard import comm, errors
 from fullshard._torch import collectives as _collectives
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.models import ids
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_parity import batches, make, shard, train, vocab
 
 Change = Callable[[Any], object]
@@ -160,7 +160,8 @@ def test_the_result_is_the_same_with_replicas(pool: RankPool, change: Change) ->
     assert max(pool.run(4, compare, change, True, (2, 2), fullshard.Ragged())) <= 1e-12
 
 
-def calls_of_custom_comms() -> list[tuple[int, int]]:
+@on_ranks(2)
+def test_custom_comms_are_called() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     gathers, reduces = [], []
     for part in model:
@@ -171,15 +172,12 @@ def calls_of_custom_comms() -> list[tuple[int, int]]:
         part.set_custom_reduce_scatter(reduces[-1])
     fullshard.fully_shard(model)
     model(torch.ones(1, 3)).sum().backward()
-    return [(one.called, one.allocated) for one in (*gathers, *reduces)]
+    result = [(one.called, one.allocated) for one in (*gathers, *reduces)]
+    assert result == [(2, 2), (2, 2), (1, 2), (1, 2)]
 
 
-def test_custom_comms_are_called(pool: RankPool) -> None:
-    for result in pool.run(2, calls_of_custom_comms):
-        assert result == [(2, 2), (2, 2), (1, 2), (1, 2)]
-
-
-def groups_of_reductions() -> tuple[int, bool]:
+@on_ranks(2)
+def test_one_more_group_for_all_reductions() -> None:
     model: Any = make("gpt", torch.float32)
     shard(model, None)
     model.set_separate_reduce_scatter_group()
@@ -187,17 +185,15 @@ def groups_of_reductions() -> tuple[int, bool]:
     specs = [bucket.spec for unit in units for bucket in unit.buckets]
     gathering = {spec.comm.group for spec in specs}
     reducing = {spec.reducing.group for spec in specs}
-    return len(reducing), bool(gathering & reducing)
-
-
-def test_one_more_group_for_all_reductions(pool: RankPool) -> None:
-    assert pool.run(2, groups_of_reductions) == [(1, False)] * 2
+    assert (len(reducing), bool(gathering & reducing)) == (1, False)
 
 
 # hooks on what is reduced
 
 
-def emulated_replicas(layout: Any) -> float:
+@on_ranks(4)
+@pytest.mark.parametrize("layout", [fullshard.PerParameter(), fullshard.Ragged()], ids=repr)
+def test_a_hook_may_reduce_over_further_ranks(layout: Any) -> None:
     """Shards over pairs of ranks; the hook takes the mean over the pairs."""
     rank = dist.get_rank()
     steps = batches("odd", 4, 1)
@@ -215,15 +211,12 @@ def emulated_replicas(layout: Any) -> float:
 
     shard(model, None, fully_shard)
     found = train(model, steps, rank, 4, sync_always=True)[1]
-    return max((found[n] - expected[n]).abs().max().item() for n in expected)
+    assert max((found[n] - expected[n]).abs().max().item() for n in expected) <= 1e-12
 
 
-@pytest.mark.parametrize("layout", [fullshard.PerParameter(), fullshard.Ragged()], ids=repr)
-def test_a_hook_may_reduce_over_further_ranks(pool: RankPool, layout: Any) -> None:
-    assert max(pool.run(4, emulated_replicas, layout)) <= 1e-12
-
-
-def zeros_for_absent(fill: bool) -> list[Any]:
+@on_ranks(2)
+@pytest.mark.parametrize("fill", [False, True])
+def test_zeros_for_unused_parameters(fill: bool) -> None:
     model: Any = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
 
     class Half(nn.Module):
@@ -238,18 +231,14 @@ def zeros_for_absent(fill: bool) -> list[Any]:
     half.set_reduce_scatter_unused_params(fill)
     half(torch.ones(1, 2)).sum().backward()
     grad = model["unused"].weight.grad
-    return [grad is None, grad is not None and not grad.full_tensor().any()]
-
-
-@pytest.mark.parametrize("fill", [False, True])
-def test_zeros_for_unused_parameters(pool: RankPool, fill: bool) -> None:
-    assert pool.run(2, zeros_for_absent, fill) == [[not fill, fill]] * 2
+    assert [grad is None, grad is not None and not grad.full_tensor().any()] == [not fill, fill]
 
 
 # refusals
 
 
-def refused() -> list[str]:
+@on_ranks(2)
+def test_refusals_say_what_was_given() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
     whole = mesh._flatten("whole")
 
@@ -278,23 +267,15 @@ def refused() -> list[str]:
         assert isinstance(caught.value, builtin)
         messages.append(str(caught.value))
     fullshard.share_comm_ctx([])
-    return messages
+    assert all(len(message) > 40 for message in messages)
 
 
-def test_refusals_say_what_was_given(pool: RankPool) -> None:
-    for messages in pool.run(2, refused):
-        assert all(len(message) > 40 for message in messages)
-
-
-def in_a_forward() -> None:
+@on_ranks(2)
+def test_wires_change_between_steps_only() -> None:
     model: Any = fullshard.fully_shard(nn.Sequential(nn.Linear(2, 2)))
     model[0].register_forward_hook(lambda *_: model.set_separate_reduce_scatter_group())
     with pytest.raises(errors.ProtocolError):
         model(torch.ones(1, 2))
-
-
-def test_wires_change_between_steps_only(pool: RankPool) -> None:
-    pool.run(2, in_a_forward)
 
 
 def test_the_custom_wire_without_a_group_is_not_asked() -> None:
@@ -319,7 +300,8 @@ class Kept(Gather):
         return self.memory[: size[0]]
 
 
-def gathers_into_one_memory() -> int:
+@on_ranks(2)
+def test_a_custom_gather_may_keep_its_memory() -> None:
     """Gather two tensors at once, as units do with large parameters."""
     group = dist.group.WORLD
     assert group is not None
@@ -331,8 +313,4 @@ def gathers_into_one_memory() -> int:
     for number, output in enumerate(outputs):
         expected = [float(10 * rank + number) for rank in (0, 1) for _ in range(number + 2)]
         assert output.tolist() == expected
-    return gather.called
-
-
-def test_a_custom_gather_may_keep_its_memory(pool: RankPool) -> None:
-    assert pool.run(2, gathers_into_one_memory) == [1, 1]
+    assert gather.called == 1

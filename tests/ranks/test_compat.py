@@ -25,7 +25,7 @@ from fullshard._torch import collectives as _collectives
 from fullshard.compat import patch_torch
 from tests.ranks.models import fill, full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, step
-from tests.ranks.pool import RankPool, every_world
+from tests.ranks.pool import RankPool, every_world, on_ranks
 
 EXACT = 1e-12
 GATHER, REDUCE = (call.__name__ for call in _collectives.public_collectives())
@@ -103,7 +103,10 @@ DTYPES = [
 ]
 
 
-def compare_what_is_issued(mesh: str) -> int:
+@on_ranks(4)
+@pytest.mark.parametrize(("mesh", "total"), [("1-D", 118), ("2-D", 160)])
+def test_what_is_issued_is_what_fsdp2_issues(mesh: str, total: int) -> None:
+    """The functions called, as often, with these dtypes and operations, and nothing else."""
     warnings.simplefilter("ignore")  # those of CommDebugMode
     total = 0
     for dtypes in DTYPES:
@@ -112,13 +115,7 @@ def compare_what_is_issued(mesh: str) -> int:
             theirs = what_is_issued(False, mesh, reshard, dtypes)
             assert ours == theirs, (dtypes, reshard, ours, theirs)
             total += sum(ours[0].values())
-    return total
-
-
-@pytest.mark.parametrize(("mesh", "total"), [("1-D", 118), ("2-D", 160)])
-def test_what_is_issued_is_what_fsdp2_issues(pool: RankPool, mesh: str, total: int) -> None:
-    """The functions called, as often, with these dtypes and operations, and nothing else."""
-    assert pool.run(4, compare_what_is_issued, mesh) == [total] * 4
+    assert total == total
 
 
 def trains_as_unsharded(replicas: int) -> float:
@@ -142,7 +139,8 @@ def test_a_model_of_a_patched_program_trains_as_unsharded(pool: RankPool, world:
         assert max(pool.run(world, trains_as_unsharded, replicas)) <= EXACT
 
 
-def in_our_own_layouts() -> list[float]:
+@on_ranks(2)
+def test_our_own_layouts_call_the_same_functions() -> None:
     """Ragged shards, and a weight so large that it is gathered in place, by a call of its own."""
     plain, large = make(), fill(nn.Linear(512, 512).double(), scale=0.1)
     with patch_torch(), watched() as calls:
@@ -155,16 +153,16 @@ def in_our_own_layouts() -> list[float]:
             one(torch.ones(1, 512, dtype=torch.float64)).square().mean().backward()
     names = [call.name for call in calls]
     assert names == [GATHER, GATHER, REDUCE]
-    return [apart(ragged, plain), apart_in_gradients(large, direct)]
+    far = [apart(ragged, plain), apart_in_gradients(large, direct)]
+    assert max(far) <= EXACT
 
 
-def test_our_own_layouts_call_the_same_functions(pool: RankPool) -> None:
-    for far in pool.run(2, in_our_own_layouts):
-        assert max(far) <= EXACT
+@on_ranks(2, 3)
+def test_low_precision_is_that_of_fsdp2() -> None:
+    """Equal bits where the dtype is reduced by one operation; fp16 is divided around it.
 
-
-def low_precision() -> list[float]:
-    """How far we are from PyTorch's FSDP2, in dtypes whose sums depend on their order."""
+    How far we are from PyTorch's FSDP2, in dtypes whose sums depend on their order.
+    """
     far = []
     for param_dtype, reduce_dtype in [(None, None), *(dtypes[1:] for dtypes in DTYPES[2:])]:
         models = []
@@ -181,17 +179,12 @@ def low_precision() -> list[float]:
                     optimizer.zero_grad()
                 models.append(model)
         far.append(apart(*models))
-    return far
+    fp32, bf16, bf16_and_fp32, fp16 = far
+    assert fp32 <= 1e-6 and bf16 <= 1e-3 and bf16_and_fp32 <= 1e-3 and fp16 <= 1e-3
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_low_precision_is_that_of_fsdp2(pool: RankPool, world: int) -> None:
-    """Equal bits where the dtype is reduced by one operation; fp16 is divided around it."""
-    for fp32, bf16, bf16_and_fp32, fp16 in pool.run(world, low_precision):
-        assert fp32 <= 1e-6 and bf16 <= 1e-3 and bf16_and_fp32 <= 1e-3 and fp16 <= 1e-3
-
-
-def large_fp16() -> float:
+@on_ranks(4)
+def test_means_in_fp16_do_not_overflow() -> None:
     """Gradients whose sum does not fit in fp16, but whose mean does."""
     mesh = init_device_mesh("cpu", (4,))
     with patch_torch():
@@ -201,14 +194,19 @@ def large_fp16() -> float:
     reduce.reduce_scatter_mean(output, source).wait()
     values = torch.full((3,), 30_000.0, dtype=torch.float16)
     reduce.all_reduce_mean(values).wait()
-    return max((output - 30_000.0).abs().max().item(), (values - 30_000.0).abs().max().item())
+    found = max((output - 30_000.0).abs().max().item(), (values - 30_000.0).abs().max().item())
+    assert found == 0.0
 
 
-def test_means_in_fp16_do_not_overflow(pool: RankPool) -> None:
-    assert pool.run(4, large_fp16) == [0.0] * 4
+def apart_in_gradients(plain: nn.Module, sharded: nn.Module) -> float:
+    return max(
+        (one.grad - other.grad.full_tensor()).abs().max().item()
+        for one, other in zip(plain.parameters(), sharded.parameters(), strict=True)
+    )
 
 
-def side_by_side() -> list[bool]:
+@on_ranks(2, 3, 4)
+def test_pytorchs_own_trains_before_during_and_after() -> None:
     """PyTorch's own before, during and after; ours during and after."""
     plain, theirs = make(), shard(make())
     models = [plain, theirs]
@@ -241,23 +239,12 @@ def side_by_side() -> list[bool]:
     anew = make()
     for one in (anew, models[-1]):
         step(one, optimizer_of(one), 0)
-    return [*known, apart(models[-1], anew) <= EXACT]
+    result = [*known, apart(models[-1], anew) <= EXACT]
+    assert result == [True] * 7
 
 
-def apart_in_gradients(plain: nn.Module, sharded: nn.Module) -> float:
-    return max(
-        (one.grad - other.grad.full_tensor()).abs().max().item()
-        for one, other in zip(plain.parameters(), sharded.parameters(), strict=True)
-    )
-
-
-@every_world
-def test_pytorchs_own_trains_before_during_and_after(pool: RankPool, world: int) -> None:
-    for result in pool.run(world, side_by_side):
-        assert result == [True] * 7
-
-
-def wrapped_before() -> float:
+@on_ranks(2)
+def test_wrappers_of_pytorchs_train_on() -> None:
     """A wrapper of PyTorch's FSDP1 that is older than the patch, beside the unsharded model."""
     plain = make()
     cpu = torch.device("cpu")
@@ -267,14 +254,11 @@ def wrapped_before() -> float:
     for number in range(3):
         with patch_torch() if number else nullcontext():
             losses.append([step(one, optimizer, number) for one, optimizer in pairs])
-    return max(abs(one - other) for one, other in losses)
+    assert max(abs(one - other) for one, other in losses) <= 1e-12
 
 
-def test_wrappers_of_pytorchs_train_on(pool: RankPool) -> None:
-    assert max(pool.run(2, wrapped_before)) <= 1e-12
-
-
-def objects_of_pytorchs() -> float:
+@on_ranks(2)
+def test_policies_of_pytorchs_classes_do() -> None:
     """Policies and placements made before, of classes that are no longer there."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float64, cast_forward_inputs=False)
     plain, *models = make(), make(), make()
@@ -285,31 +269,26 @@ def objects_of_pytorchs() -> float:
             shard(model, mp_policy=policy, offload_policy=offload)
     for one in (plain, *models):
         step(one, optimizer_of(one))
-    return max(apart(model, plain) for model in models)
+    assert max(apart(model, plain) for model in models) <= EXACT
 
 
-def test_policies_of_pytorchs_classes_do(pool: RankPool) -> None:
-    assert max(pool.run(2, objects_of_pytorchs)) <= EXACT
-
-
-def wires() -> list[bool]:
+@on_ranks(2)
+def test_what_is_sharded_later_communicates_in_our_way_again() -> None:
     mesh = init_device_mesh("cpu", (2,))
     before = comm.collectives_of(mesh)
     with patch_torch():
         meanwhile = comm.collectives_of(mesh)
         again = comm.collectives_of(mesh)
     after = comm.collectives_of(mesh)
-    return [
+    found = [
         type(before) is comm.C10d and before is after,
         type(meanwhile) is comm.Public and meanwhile is again,
     ]
+    assert found == [True, True]
 
 
-def test_what_is_sharded_later_communicates_in_our_way_again(pool: RankPool) -> None:
-    assert pool.run(2, wires) == [[True, True]] * 2
-
-
-def compiled() -> list[float]:
+@on_ranks(2, timeout_s=120)
+def test_a_patched_program_may_compile() -> None:
     """Blocks one by one, and a whole model."""
     warnings.simplefilter("ignore")  # the compiler's own
     torch._dynamo.reset()
@@ -334,16 +313,22 @@ def compiled() -> list[float]:
             assert classes[Net] is type(model) and classes[nn.Linear] is type(model.blocks[0])
         far.append(apart(model, plain))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    return far
+    assert max(far) <= EXACT
 
 
-def test_a_patched_program_may_compile(pool: RankPool) -> None:
-    for far in pool.run(2, compiled, timeout_s=120):
-        assert max(far) <= EXACT
+THEIR_FIELDS = {field.name for field in fields(fsdp.MixedPrecisionPolicy)}
+OUR_FIELDS = {field.name for field in fields(fullshard.MixedPrecisionPolicy)}
 
 
-def replicated() -> list[bool]:
-    """PyTorch's own ``replicate``, with its own policies and with those that stand for them."""
+@on_ranks(2)
+@pytest.mark.skipif(
+    bool(THEIR_FIELDS - OUR_FIELDS), reason="PyTorch asks our policies for fields that they lack"
+)
+def test_replicate_goes_on_being_pytorchs() -> None:
+    """PyTorch 2.15 copies the policies that it is given field by field.
+
+    PyTorch's own ``replicate``, with its own policies and with those that stand for them.
+    """
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 
     plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
@@ -361,22 +346,11 @@ def replicated() -> list[bool]:
             expected = [param.grad for param in plain.parameters()]
             found.append(isinstance(model, ReplicateModule))
             found.append(all(map(torch.allclose, grads, expected)))
-    return found
+    assert found == [True] * 4
 
 
-THEIR_FIELDS = {field.name for field in fields(fsdp.MixedPrecisionPolicy)}
-OUR_FIELDS = {field.name for field in fields(fullshard.MixedPrecisionPolicy)}
-
-
-@pytest.mark.skipif(
-    bool(THEIR_FIELDS - OUR_FIELDS), reason="PyTorch asks our policies for fields that they lack"
-)
-def test_replicate_goes_on_being_pytorchs(pool: RankPool) -> None:
-    """PyTorch 2.15 copies the policies that it is given field by field."""
-    assert pool.run(2, replicated) == [[True] * 4] * 2
-
-
-def checkpointed() -> bool:
+@on_ranks(2)
+def test_helpers_of_torch_save_and_load() -> None:
     """``torch.distributed.checkpoint`` and its helpers, which know PyTorch's FSDP by name."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -398,11 +372,7 @@ def checkpointed() -> bool:
             options=full,
         )
     a, b = full_parameters(model), full_parameters(other)
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_helpers_of_torch_save_and_load(pool: RankPool) -> None:
-    assert pool.run(2, checkpointed) == [True, True]
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def fails_alone() -> str:

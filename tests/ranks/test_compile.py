@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import fullshard
 from tests.ranks.models import GPT, fill, ids
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 from tests.ranks.strict import left
 
 STEPS = 4
@@ -107,7 +107,11 @@ def train(wrap: Wrap, scope: str, kind: str) -> tuple[list[float], Counts]:
     return losses, Counts(graphs[-1], breaks, graphs[-1] - graphs[1])
 
 
-def compare(face: str, scope: str, kind: str) -> tuple[float, Counts, Counts]:
+@on_ranks(2, timeout_s=240)
+@pytest.mark.parametrize("kind", ["plain", "mixed", "checkpointed"])
+@pytest.mark.parametrize("scope", ["blocks before", "blocks after", "model"])
+@pytest.mark.parametrize("face", ["per-parameter", "ragged", "flat"])
+def test_no_more_breaks_and_graphs_than_pytorch(face: str, scope: str, kind: str) -> None:
     """Return how far losses are from an uncompiled model's, and the counts of theirs and ours."""
     warnings.simplefilter("ignore")  # the compiler's own
     their_wrap, our_wrap = both(face)
@@ -116,17 +120,12 @@ def compare(face: str, scope: str, kind: str) -> tuple[float, Counts, Counts]:
         losses, our_counts = train(our_wrap, scope, kind)
     torch._dynamo.reset()
     expected, _ = train(our_wrap, "nothing", kind)
-    return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), their_counts, our_counts
-
-
-@pytest.mark.parametrize("kind", ["plain", "mixed", "checkpointed"])
-@pytest.mark.parametrize("scope", ["blocks before", "blocks after", "model"])
-@pytest.mark.parametrize("face", ["per-parameter", "ragged", "flat"])
-def test_no_more_breaks_and_graphs_than_pytorch(
-    pool: RankPool, face: str, scope: str, kind: str
-) -> None:
-    for far, torchs, ours in pool.run(2, compare, face, scope, kind, timeout_s=240):
-        assert far <= (1e-2 if kind == "mixed" else 1e-6)
-        assert 0 < ours.graphs <= torchs.graphs
-        assert ours.breaks <= torchs.breaks
-        assert ours.late == 0
+    far, torchs, ours = (
+        max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
+        their_counts,
+        our_counts,
+    )
+    assert far <= (1e-2 if kind == "mixed" else 1e-6)
+    assert 0 < ours.graphs <= torchs.graphs
+    assert ours.breaks <= torchs.breaks
+    assert ours.late == 0

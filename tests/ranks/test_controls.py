@@ -25,9 +25,8 @@ from fullshard.tensors import local_part
 from fullshard.wrap import ModuleWrapPolicy
 from tests.ranks.models import full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step, train_both
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
-worlds = pytest.mark.parametrize("world", [1, 2, 3])
 EXACT = 1e-12
 
 
@@ -35,7 +34,9 @@ def shards_of(model: nn.Module) -> list[bool]:
     return [isinstance(p, DTensor) for p in model.parameters(recurse=False)]
 
 
-def unshard_by_hand(before_first: bool) -> None:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("before_first", [True, False])
+def test_unshard_and_reshard_by_hand(before_first: bool) -> None:
     model = shard(make())
     expected = full_parameters(model)
     if not before_first:
@@ -60,13 +61,8 @@ def unshard_by_hand(before_first: bool) -> None:
         block.reshard()
 
 
-@worlds
-@pytest.mark.parametrize("before_first", [True, False])
-def test_unshard_and_reshard_by_hand(pool: RankPool, world: int, before_first: bool) -> None:
-    pool.run(world, unshard_by_hand, before_first)
-
-
-def forward_after_start() -> tuple[float, int]:
+@on_ranks(1, 2, 3)
+def test_a_forward_waits_for_what_was_started() -> None:
     plain = make()
     model = shard(copy.deepcopy(plain))
     engine = unit_of(model).engine
@@ -76,17 +72,14 @@ def forward_after_start() -> tuple[float, int]:
     for handle in handles:
         handle.wait()
     gathers = [action for action in transcript.actions() if action.op is Op.UNSHARD]
-    return difference, len(gathers)
+    gathers = len(gathers)
+    assert difference <= EXACT
+    assert gathers == 3  # once for each unit, none of them again
 
 
-@worlds
-def test_a_forward_waits_for_what_was_started(pool: RankPool, world: int) -> None:
-    for difference, gathers in pool.run(world, forward_after_start):
-        assert difference <= EXACT
-        assert gathers == 3  # once for each unit, none of them again
-
-
-def rewritten_in_flight(how: str) -> tuple[float, float]:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("how", ["load", "loan"])
+def test_what_is_written_during_a_gather_is_shown_by_wait(how: str) -> None:
     """Write other weights while a gather is in flight; compare what wait and a forward show."""
     model, other = shard(make()), shard(make())
     with torch.no_grad():
@@ -103,18 +96,11 @@ def rewritten_in_flight(how: str) -> tuple[float, float]:
     handle.wait()
     shown = {f"blocks.1.{name}": param for name, param in model.blocks[1].named_parameters()}
     off = max((param - wanted[name]).abs().max().item() for name, param in shown.items())
-    return off, (model(batch()) - other(batch())).abs().max().item()
+    assert (off, (model(batch()) - other(batch())).abs().max().item()) == (0.0, 0.0)
 
 
-@worlds
-@pytest.mark.parametrize("how", ["load", "loan"])
-def test_what_is_written_during_a_gather_is_shown_by_wait(
-    pool: RankPool, world: int, how: str
-) -> None:
-    assert pool.run(world, rewritten_in_flight, how) == [(0.0, 0.0)] * world
-
-
-def handle_left_alone() -> list[bool]:
+@on_ranks(1, 2, 3)
+def test_a_late_wait_does_not_bring_parameters_back() -> None:
     """A handle that outlives a reshard, and one that is dropped."""
     model = shard(make())
     block: Any = model.blocks[1]
@@ -124,15 +110,11 @@ def handle_left_alone() -> list[bool]:
     shown = shards_of(block)
     block.unshard(async_op=True)
     step(model, optimizer_of(model))
-    return [shown == [True, True], shards_of(block) == [True, True]]
+    assert [shown == [True, True], shards_of(block) == [True, True]] == [True, True]
 
 
-@worlds
-def test_a_late_wait_does_not_bring_parameters_back(pool: RankPool, world: int) -> None:
-    assert pool.run(world, handle_left_alone) == [[True, True]] * world
-
-
-def without_own_parameters() -> bool:
+@on_ranks(1, 2, 3)
+def test_a_unit_without_parameters_has_all_methods() -> None:
     model = fully_shard(nn.Sequential(fully_shard(nn.Linear(6, 6)), nn.Tanh()))
     assert unit_of(model).buckets == ()
     assert model.unshard() is None
@@ -144,15 +126,11 @@ def without_own_parameters() -> bool:
     alone.unshard()
     alone(torch.ones(2))
     alone.reshard()
-    return True
+    assert True
 
 
-@worlds
-def test_a_unit_without_parameters_has_all_methods(pool: RankPool, world: int) -> None:
-    assert pool.run(world, without_own_parameters) == [True] * world
-
-
-def write_and_reshard() -> float:
+@on_ranks(2, 3)
+def test_writes_into_unsharded_parameters_end_with_a_reshard() -> None:
     model = shard(make())
     before = full_parameters(model)
     model.unshard()
@@ -160,12 +138,7 @@ def write_and_reshard() -> float:
         model.scale.fill_(9.0)
     model.reshard()
     model(batch()).sum().backward()
-    return (full_parameters(model)["scale"] - before["scale"]).abs().max().item()
-
-
-@pytest.mark.parametrize("world", [2, 3])  # alone, what is unsharded is the shard itself
-def test_writes_into_unsharded_parameters_end_with_a_reshard(pool: RankPool, world: int) -> None:
-    assert pool.run(world, write_and_reshard) == [0.0] * world
+    assert (full_parameters(model)["scale"] - before["scale"]).abs().max().item() == 0.0
 
 
 class Trouble(Exception):
@@ -194,7 +167,20 @@ def break_backward(model: Net) -> None:
     handle.remove()
 
 
-def recover(kind: str, reset: str) -> float:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("kind", "reset"),
+    [
+        ("forward", "root"),
+        ("forward", "child"),
+        ("forward", "none"),
+        ("backward", "root"),
+        ("backward", "none"),
+        ("pending", "root"),
+        ("pending", "child"),
+    ],
+)
+def test_after_trouble_the_next_steps_are_right(kind: str, reset: str) -> None:
     plain = make()
     model = shard(copy.deepcopy(plain))
     optimizers = [optimizer_of(plain), optimizer_of(model)]
@@ -213,29 +199,12 @@ def recover(kind: str, reset: str) -> float:
         optimizers[1].zero_grad()
         for one, optimizer in zip((plain, model), optimizers, strict=True):
             step(one, optimizer, number)
-    return apart(model, plain)
+    assert apart(model, plain) <= EXACT
 
 
-@worlds
-@pytest.mark.parametrize(
-    ("kind", "reset"),
-    [
-        ("forward", "root"),
-        ("forward", "child"),
-        ("forward", "none"),
-        ("backward", "root"),
-        ("backward", "none"),
-        ("pending", "root"),
-        ("pending", "child"),
-    ],
-)
-def test_after_trouble_the_next_steps_are_right(
-    pool: RankPool, world: int, kind: str, reset: str
-) -> None:
-    assert max(pool.run(world, recover, kind, reset)) <= EXACT
-
-
-def reset_inside(where: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["forward", "backward", "root"])
+def test_a_reset_inside_of_what_runs_is_refused(where: str) -> None:
     """What is running goes on as if nothing had been called, and so do the next steps."""
     plain = make()
     model: Any = shard(copy.deepcopy(plain))
@@ -264,11 +233,6 @@ def reset_inside(where: str) -> None:
     assert running[where] in messages[0]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "root"])
-def test_a_reset_inside_of_what_runs_is_refused(pool: RankPool, where: str) -> None:
-    pool.run(2, reset_inside, where)
-
-
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -279,7 +243,13 @@ class Fails(torch.autograd.Function):
         raise Trouble
 
 
-def drop_after_a_failed_backward(face: str, original: bool, to_none: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("face", ["per parameter", "FULL_SHARD", "SHARD_GRAD_OP"])
+def test_zero_grad_of_a_module_drops_what_the_optimizer_sees(
+    face: str, original: bool, to_none: bool
+) -> None:
     """A backward that failed before it came to any unit leaves whole parameters shown."""
     model: Any = make()
     if face == "per parameter":
@@ -310,16 +280,8 @@ def drop_after_a_failed_backward(face: str, original: bool, to_none: bool) -> No
         assert grad is None or torch.equal(local_part(param.grad), grad)
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("original", [True, False])
-@pytest.mark.parametrize("face", ["per parameter", "FULL_SHARD", "SHARD_GRAD_OP"])
-def test_zero_grad_of_a_module_drops_what_the_optimizer_sees(
-    pool: RankPool, face: str, original: bool, to_none: bool
-) -> None:
-    pool.run(2, drop_after_a_failed_backward, face, original, to_none)
-
-
-def change_policies() -> float:
+@on_ranks(1, 2, 3)
+def test_policies_may_change_between_steps() -> None:
     def script(model: nn.Module) -> None:
         optimizer = optimizer_of(model)
         for number in range(8):
@@ -333,12 +295,7 @@ def change_policies() -> float:
             for module in (model, *model.blocks):
                 module.reshard()
 
-    return train_both(script)
-
-
-@worlds
-def test_policies_may_change_between_steps(pool: RankPool, world: int) -> None:
-    assert max(pool.run(world, change_policies)) <= EXACT
+    assert train_both(script) <= EXACT
 
 
 def shown_after_forward(value: bool | None, at_run_time: bool) -> list[list[bool]]:
@@ -362,7 +319,8 @@ def test_what_is_shown_after_forward_and_backward(
     assert pool.run(2, shown_after_forward, value, at_run_time) == [expected] * 2
 
 
-def several_backwards() -> float:
+@on_ranks(1, 2, 3)
+def test_is_last_backward_ends_reductions_later() -> None:
     def script(model: nn.Module) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(3):
@@ -371,25 +329,17 @@ def several_backwards() -> float:
             model(batch(number)).square().mean().backward()
         optimizer.step()
 
-    return train_both(script)
+    assert train_both(script) <= EXACT
 
 
-@worlds
-def test_is_last_backward_ends_reductions_later(pool: RankPool, world: int) -> None:
-    assert max(pool.run(world, several_backwards)) <= EXACT
-
-
-def profiled() -> list[str]:
+@on_ranks(2)
+def test_a_profile_shows_what_the_engine_does_for_which_unit() -> None:
     model = shard(make())
     step(model, optimizer_of(model))
     with torch.profiler.profile(acc_events=True) as prof:
         step(model, optimizer_of(model), 1)
     names = [event.name for event in prof.events() if event.name.startswith("fullshard::")]
-    return sorted(set(names))
-
-
-def test_a_profile_shows_what_the_engine_does_for_which_unit(pool: RankPool) -> None:
-    for names in pool.run(2, profiled):
-        for unit in ("(root)", "blocks.0", "blocks.1"):
-            for act in ("unshard", "wait", "reshard", "reduce_scatter", "finish_reduce"):
-                assert f"fullshard::{act} {unit}" in names
+    names = sorted(set(names))
+    for unit in ("(root)", "blocks.0", "blocks.1"):
+        for act in ("unshard", "wait", "reshard", "reduce_scatter", "finish_reduce"):
+            assert f"fullshard::{act} {unit}" in names

@@ -20,7 +20,7 @@ from fullshard.comm.c10d import C10d, Transport
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.models import GPT, fill, ids
-from tests.ranks.pool import RankPool, every_world
+from tests.ranks.pool import RankPool, every_world, on_ranks
 from tests.ranks.test_parity import shard, use_checkpoints
 from tests.recording import Recording
 
@@ -72,7 +72,8 @@ def test_one_gather_each_way_and_one_reduction_per_unit_and_step(
         assert result == [blocks, blocks, blocks, root]
 
 
-def compare_with_comm_debug_mode() -> tuple[dict[str, int], dict[str, int]]:
+@on_ranks(2)
+def test_the_recording_tells_what_an_outside_observer_sees() -> None:
     group = dist.group.WORLD
     assert group is not None
     native = C10d(group, "cpu", Transport.NATIVE)
@@ -93,13 +94,9 @@ def compare_with_comm_debug_mode() -> tuple[dict[str, int], dict[str, int]]:
         step(model)
     ours = Counter(call.kind for recording in made for call in recording.calls)
     theirs = {str(op).split(".")[-1]: n for op, n in outside.get_comm_counts().items()}
-    return dict(ours), theirs
-
-
-def test_the_recording_tells_what_an_outside_observer_sees(pool: RankPool) -> None:
-    for ours, theirs in pool.run(2, compare_with_comm_debug_mode):
-        assert ours == {"all_gather": 7, "reduce_scatter": 4}
-        assert theirs == {"_allgather_base_": 7, "_reduce_scatter_base_": 4}
+    ours = dict(ours)
+    assert ours == {"all_gather": 7, "reduce_scatter": 4}
+    assert theirs == {"_allgather_base_": 7, "_reduce_scatter_base_": 4}
 
 
 def bytes_of_steps(budget: int | None) -> dict[str, Any]:
@@ -144,15 +141,6 @@ def test_unsharded_bytes_stay_within_the_bound(
         assert got["held"] == 0
 
 
-def presence(world: int) -> list[tuple[Any, ...]]:
-    """Rank 1 alone uses the second layer; nobody uses the third."""
-    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abc"})
-    model = fill(Chooser(model.double()))  # type: ignore[assignment]
-    fullshard.fully_shard(model)
-    model(torch.ones(2, 3, dtype=torch.float64), dist.get_rank() == 1).sum().backward()
-    return [(name, p.grad is None) for name, p in model.named_parameters()]
-
-
 class Chooser(nn.Module):
     def __init__(self, layers: nn.ModuleDict) -> None:
         super().__init__()
@@ -163,10 +151,15 @@ class Chooser(nn.Module):
         return self.layers["b"](x) if choose_b else x
 
 
-@every_world
-def test_a_gradient_is_none_only_where_no_rank_has_one(pool: RankPool, world: int) -> None:
-    for missing in pool.run(world, presence, world):
-        assert {name for name, is_none in missing if is_none} == {
-            "layers.c.weight",
-            "layers.c.bias",
-        }
+@on_ranks(2, 3, 4)
+def test_a_gradient_is_none_only_where_no_rank_has_one() -> None:
+    """Rank 1 alone uses the second layer; nobody uses the third."""
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abc"})
+    model = fill(Chooser(model.double()))  # type: ignore[assignment]
+    fullshard.fully_shard(model)
+    model(torch.ones(2, 3, dtype=torch.float64), dist.get_rank() == 1).sum().backward()
+    missing = [(name, p.grad is None) for name, p in model.named_parameters()]
+    assert {name for name, is_none in missing if is_none} == {
+        "layers.c.weight",
+        "layers.c.bias",
+    }

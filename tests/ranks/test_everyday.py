@@ -21,9 +21,7 @@ from fullshard.schedule import Transcript
 from tests.ranks.autograd import engine_of
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.net import apart, batch, make, optimizer_of, shard, step, train_both
-from tests.ranks.pool import RankPool
-
-worlds = pytest.mark.parametrize("world", [2, 3])
+from tests.ranks.pool import RankPool, on_ranks
 
 
 def units(model: Any) -> dict[str, int]:
@@ -62,7 +60,8 @@ def actions_of(model: Any, ids: Tensor) -> list[str]:
     return [str(action) for action in transcript.actions()]
 
 
-def told_order() -> None:
+@on_ranks(2, 3)
+def test_modules_are_gathered_in_the_order_one_tells() -> None:
     ids = torch.arange(8) % 11
     plain = Deep().double()
     fill(plain)
@@ -90,12 +89,8 @@ def told_order() -> None:
             blocks[0].set_modules_to_forward_prefetch([blocks[1], wrong])
 
 
-@worlds
-def test_modules_are_gathered_in_the_order_one_tells(pool: RankPool, world: int) -> None:
-    pool.run(world, told_order)
-
-
-def wrongly_told() -> None:
+@on_ranks(2)
+def test_prefetched_in_vain() -> None:
     """Guesses that never come are given up; the order survives a root sharded later."""
     ids = torch.arange(8) % 11
     model = Deep().double()
@@ -117,11 +112,9 @@ def wrongly_told() -> None:
     assert not any(engine_of(whole).meter.held_nbytes.values())
 
 
-def test_prefetched_in_vain(pool: RankPool) -> None:
-    pool.run(2, wrongly_told)
-
-
-def not_in_backward(reshard: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_an_embedding_need_not_be_gathered_in_backward(reshard: bool) -> None:
     ids = torch.arange(8) % 11
     model, other = deep(reshard), deep(reshard)
     model.embed.set_unshard_in_backward(False)
@@ -134,11 +127,6 @@ def not_in_backward(reshard: bool) -> None:
         assert torch.equal(
             model.embed.weight.grad.full_tensor(), other.embed.weight.grad.full_tensor()
         )
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_an_embedding_need_not_be_gathered_in_backward(pool: RankPool, reshard: bool) -> None:
-    pool.run(2, not_in_backward, reshard)
 
 
 # methods
@@ -159,7 +147,32 @@ class Two(nn.Module):
         return torch.tanh(self.first(x)) * times
 
 
-def through_a_method(policy: dict[str, Any]) -> None:
+class Encoder(nn.Module):
+    """No forward at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+@on_ranks(2)
+def test_a_module_without_a_forward_has_methods() -> None:
+    plain: Any = fill(Encoder().double())
+    model = fullshard.fully_shard(copy.deepcopy(plain))
+    fullshard.register_fsdp_forward_method(model, "encode")
+    for one in (plain, model):
+        one.encode(batch()).square().sum().backward()
+    ours, theirs = model.layer.weight.grad, plain.layer.weight.grad
+    assert (ours.full_tensor() - theirs).abs().max() < 1e-12
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_another_method_can_be_a_forward(reshard: bool | None) -> None:
+    policy = {"reshard_after_forward": reshard}
     plain = Two().double()
     fill(plain)
     model = fullshard.fully_shard(copy.deepcopy(plain), **policy)
@@ -184,40 +197,11 @@ def through_a_method(policy: dict[str, Any]) -> None:
         fullshard.register_fsdp_forward_method(model, "decode")
 
 
-class Encoder(nn.Module):
-    """No forward at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x))
-
-
-def without_a_forward() -> None:
-    plain: Any = fill(Encoder().double())
-    model = fullshard.fully_shard(copy.deepcopy(plain))
-    fullshard.register_fsdp_forward_method(model, "encode")
-    for one in (plain, model):
-        one.encode(batch()).square().sum().backward()
-    ours, theirs = model.layer.weight.grad, plain.layer.weight.grad
-    assert (ours.full_tensor() - theirs).abs().max() < 1e-12
-
-
-def test_a_module_without_a_forward_has_methods(pool: RankPool) -> None:
-    pool.run(2, without_a_forward)
-
-
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_another_method_can_be_a_forward(pool: RankPool, reshard: bool | None) -> None:
-    pool.run(2, through_a_method, {"reshard_after_forward": reshard})
-
-
 # hooks on parameters
 
 
-def optimizer_in_backward() -> None:
+@on_ranks(2, 3)
+def test_an_optimizer_may_step_in_backward() -> None:
     def script(model: nn.Module) -> None:
         optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
         calls = []
@@ -239,12 +223,8 @@ def optimizer_in_backward() -> None:
         assert train_both(script, reshard_after_forward=reshard) < 1e-12
 
 
-@worlds
-def test_an_optimizer_may_step_in_backward(pool: RankPool, world: int) -> None:
-    pool.run(world, optimizer_in_backward)
-
-
-def hooks_without_sync() -> None:
+@on_ranks(2)
+def test_hooks_run_once_a_reduction() -> None:
     model = shard(make())
     calls: list[Any] = []
     model.head.weight.register_post_accumulate_grad_hook(calls.append)
@@ -256,14 +236,11 @@ def hooks_without_sync() -> None:
     assert len(calls) == 1 and calls[0] is model.head.weight
 
 
-def test_hooks_run_once_a_reduction(pool: RankPool) -> None:
-    pool.run(2, hooks_without_sync)
-
-
 # copies
 
 
-def moving_average() -> None:
+@on_ranks(2, 3)
+def test_a_moving_average_is_a_copy() -> None:
     def script(model: nn.Module) -> None:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         optimizer = optimizer_of(model)
@@ -279,12 +256,11 @@ def moving_average() -> None:
     assert (seen[0] - seen[1]).abs().max() < 1e-12
 
 
-@worlds
-def test_a_moving_average_is_a_copy(pool: RankPool, world: int) -> None:
-    pool.run(world, moving_average)
-
-
-def copies_are_independent(when: str) -> None:
+@pytest.mark.parametrize(
+    "when", ["at first", "after steps", "unsharded", "between forward and backward"]
+)
+@on_ranks(2, 3)
+def test_a_deep_copy_trains_by_itself(when: str) -> None:
     model = shard(make(), mp_policy=fullshard.MixedPrecisionPolicy(reduce_dtype=torch.float64))
     model.blocks[0].weight.requires_grad_(False)
     model.blocks[0].weight.note = "mine"
@@ -319,18 +295,12 @@ def copies_are_independent(when: str) -> None:
     assert engine_of(part).units != engine_of(model).units
 
 
-@pytest.mark.parametrize(
-    "when", ["at first", "after steps", "unsharded", "between forward and backward"]
-)
-@worlds
-def test_a_deep_copy_trains_by_itself(pool: RankPool, world: int, when: str) -> None:
-    pool.run(world, copies_are_independent, when)
-
-
 # compiled
 
 
-def compiled(what: str) -> None:
+@on_ranks(2, timeout_s=120)
+@pytest.mark.parametrize("what", ["blocks", "model"])
+def test_compiled_blocks_and_models_train_alike(what: str) -> None:
     def script(model: nn.Module) -> None:
         run = model
         if isinstance(model, fullshard.FSDPModule):
@@ -353,15 +323,11 @@ def compiled(what: str) -> None:
     assert stats["unique_graphs"] > 0, "nothing was compiled"
 
 
-@pytest.mark.parametrize("what", ["blocks", "model"])
-def test_compiled_blocks_and_models_train_alike(pool: RankPool, what: str) -> None:
-    pool.run(2, compiled, what, timeout_s=120)
-
-
 # scaling and clipping
 
 
-def scaled() -> None:
+@on_ranks(2, 3)
+def test_a_grad_scaler_and_clipping() -> None:
     def script(model: nn.Module) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -386,11 +352,6 @@ def scaled() -> None:
     assert scales[0] == scales[1]
     finite = [0, 2, 3]
     assert [norms[i] for i in finite] == pytest.approx([norms[i + 4] for i in finite], abs=1e-12)
-
-
-@worlds
-def test_a_grad_scaler_and_clipping(pool: RankPool, world: int) -> None:
-    pool.run(world, scaled)
 
 
 def generates() -> None:
@@ -444,7 +405,8 @@ def test_a_printed_model_shows_its_units(pool: RankPool) -> None:
     ]
 
 
-def waits() -> None:
+@on_ranks(2)
+def test_time_spent_waiting_is_told() -> None:
     model = shard(make())
     assert model.waited_s() == 0
     dist.barrier()
@@ -453,10 +415,6 @@ def waits() -> None:
     model(batch()).sum().backward()
     assert model.waited_s() > (0.2 if dist.get_rank() == 1 else 0)
     assert model.waited_s() == model.blocks[0].waited_s()
-
-
-def test_time_spent_waiting_is_told(pool: RankPool) -> None:
-    pool.run(2, waits)
 
 
 class Passes(torch.autograd.Function):
@@ -480,7 +438,8 @@ class Custom(nn.Module):
         return Passes.apply(self.layer(x))
 
 
-def frozen_backbone() -> None:
+@on_ranks(2)
+def test_a_frozen_backbone_of_custom_functions_is_not_held() -> None:
     model = nn.Sequential(Custom(), Custom(), nn.Linear(6, 6)).double()
     model[:2].requires_grad_(False)
     fullshard.shard_blocks(model)
@@ -489,11 +448,8 @@ def frozen_backbone() -> None:
         assert not any(engine_of(model).meter.held_nbytes.values())
 
 
-def test_a_frozen_backbone_of_custom_functions_is_not_held(pool: RankPool) -> None:
-    pool.run(2, frozen_backbone)
-
-
-def parametrized_copy() -> None:
+@on_ranks(2)
+def test_parametrized_modules_are_copied_with_what_was_set() -> None:
     model = nn.Sequential(*(weight_norm(nn.Linear(6, 6)) for _ in range(2))).double()
     fullshard.shard_blocks(model)
     model.set_prefetch_budget(123)
@@ -504,11 +460,8 @@ def parametrized_copy() -> None:
     assert engine_of(twin).scheduler.policy.prefetch_budget == 123
 
 
-def test_parametrized_modules_are_copied_with_what_was_set(pool: RankPool) -> None:
-    pool.run(2, parametrized_copy)
-
-
-def odd_methods() -> None:
+@on_ranks(2)
+def test_methods_of_an_instance_are_forwards_too() -> None:
     model = fullshard.fully_shard(Two().double())
     model.twice = MethodType(lambda self, x: self.first(x) * 2, model)
     model.encode = MethodType(lambda self, x: self.second(x), model)  # over the class's own
@@ -518,7 +471,3 @@ def odd_methods() -> None:
         assert torch.equal(getattr(copy.deepcopy(model), name)(batch()), first)
     model.unshard()
     assert torch.equal(model.encode(batch()), model.second(batch()))
-
-
-def test_methods_of_an_instance_are_forwards_too(pool: RankPool) -> None:
-    pool.run(2, odd_methods)

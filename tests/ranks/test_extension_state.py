@@ -20,7 +20,7 @@ from fullshard._torch import autograd as _autograd
 from fullshard.errors import ExtensionError
 from fullshard.tensors import local_part
 from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_extensions import EXACT, held, put_on, worst
 
 worlds = pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -162,7 +162,9 @@ def test_what_hooks_write_on_out_is_seen(pool: RankPool, world: int, how: str) -
     assert max(pool.run(world, sees_new_scales, how)) < EXACT
 
 
-def out_is_what_modules_show() -> int:
+@on_ranks(1, 2)
+def test_out_is_what_modules_show() -> None:
+    """Three weights in two units; the first gather makes them."""
     model: Any = shard(weighted())
     num_outs = 0
     for _ in range(3):
@@ -173,16 +175,12 @@ def out_is_what_modules_show() -> int:
             module.reshard()
             assert all(any(out is one for one in shown) for out in Weight.outs)
             num_outs += len(Weight.outs)
-    return num_outs
+    assert num_outs == 6
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_out_is_what_modules_show(pool: RankPool, world: int) -> None:
-    """Three weights in two units; the first gather makes them."""
-    assert pool.run(world, out_is_what_modules_show) == [6] * world
-
-
-def what_is_put_on_a_piece(how: str) -> None:
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("how", ["sharded", "offloaded", "copied", "a neighbour was replaced"])
+def test_what_is_put_on_a_piece(how: str) -> None:
     """On ranks with padding and on those without rows as well."""
     model: Any = weighted()
     offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
@@ -205,12 +203,6 @@ def what_is_put_on_a_piece(how: str) -> None:
     assert sorted(Weight.used) == given
 
 
-@worlds
-@pytest.mark.parametrize("how", ["sharded", "offloaded", "copied", "a neighbour was replaced"])
-def test_what_is_put_on_a_piece(pool: RankPool, world: int, how: str) -> None:
-    pool.run(world, what_is_put_on_a_piece, how)
-
-
 class Replacing(Weight):
     """Writing to it gives it another tensor inside."""
 
@@ -225,7 +217,8 @@ class Replacing(Weight):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def replaces_what_is_inside() -> float:
+@on_ranks(1, 2, 3, 4)
+def test_replaces_what_is_inside(world: int) -> None:
     plain, model = make(), shard(weighted(Replacing))
     values = dict(plain.named_parameters())
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -234,12 +227,7 @@ def replaces_what_is_inside() -> float:
             chunks = values[name].mul_(2).chunk(world)
             if rank < len(chunks):
                 local_part(param).copy_(chunks[rank])
-    return (model(batch()) - plain(batch())).abs().max().item()
-
-
-@worlds
-def test_replaces_what_is_inside(pool: RankPool, world: int) -> None:
-    assert max(pool.run(world, replaces_what_is_inside)) < EXACT
+    assert (model(batch()) - plain(batch())).abs().max().item() < EXACT
 
 
 class Counting(Weight):
@@ -258,20 +246,17 @@ class Counting(Weight):
         return (data, (data,)) if out is None else None
 
 
-def what_hooks_put_on_themselves() -> list[int]:
+@on_ranks(1, 2, 3, 4)
+def test_what_hooks_put_on_themselves() -> None:
     plain, model = make(), shard(weighted(Counting))
     for _ in range(3):
         with torch.no_grad():
             assert (model(batch()) - plain(batch())).abs().max() < EXACT
-    return [local_part(weight).calls for weight in weights_of(model)]  # type: ignore[attr-defined]
+    assert [local_part(weight).calls for weight in weights_of(model)] == [3] * 4
 
 
-@worlds
-def test_what_hooks_put_on_themselves(pool: RankPool, world: int) -> None:
-    assert pool.run(world, what_hooks_put_on_themselves) == [[3] * 4] * world
-
-
-def hooks_of_a_copy() -> None:
+@on_ranks(1, 2, 3, 4)
+def test_hooks_of_a_copy() -> None:
     """Those put on plain tensors, of a copy and beside a parameter that was replaced."""
     asked: list[Tensor] = []
 
@@ -298,11 +283,6 @@ def hooks_of_a_copy() -> None:
             assert asked[0] is padded
 
 
-@worlds
-def test_hooks_of_a_copy(pool: RankPool, world: int) -> None:
-    pool.run(world, hooks_of_a_copy)
-
-
 class Keeping(Weight):
     """Remembers what it sent, weakly."""
 
@@ -312,26 +292,6 @@ class Keeping(Weight):
         tensors, scale = super().fsdp_pre_all_gather(mesh)
         Keeping.sent += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         return tensors, scale
-
-
-def what_was_sent_is_dropped(offload: bool, put: bool) -> None:
-    """Of a plain neighbour, which is cast, as well."""
-    Keeping.sent.clear()
-    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
-    offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-    model: Any = make() if put else weighted(Keeping)
-    shard(model, mp_policy=policy, **(offloaded if offload else {}))
-    if put:
-        put_on(model.blocks[0].weight, _cast_and_kept, _taken)
-    for number in range(3):
-        before = _live_nbytes()
-        model.blocks[0].unshard()
-        assert Keeping.sent and all(reference.expired() for reference in Keeping.sent)
-        # The first gather makes the parameters; several ranks use memory to communicate.
-        is_countable = number > 0 and dist.get_world_size() == 1
-        assert not is_countable or _live_nbytes() == before + held(model)
-        model.blocks[0].reshard()
-        assert not is_countable or _live_nbytes() == before
 
 
 def _cast_and_kept(self: Tensor, mesh: Any) -> Any:
@@ -356,11 +316,27 @@ def _live_nbytes() -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@on_ranks(1, 3)
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("put", [True, False])
-def test_what_was_sent_is_dropped(pool: RankPool, world: int, offload: bool, put: bool) -> None:
-    pool.run(world, what_was_sent_is_dropped, offload, put)
+def test_what_was_sent_is_dropped(offload: bool, put: bool) -> None:
+    """Of a plain neighbour, which is cast, as well."""
+    Keeping.sent.clear()
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+    offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    model: Any = make() if put else weighted(Keeping)
+    shard(model, mp_policy=policy, **(offloaded if offload else {}))
+    if put:
+        put_on(model.blocks[0].weight, _cast_and_kept, _taken)
+    for number in range(3):
+        before = _live_nbytes()
+        model.blocks[0].unshard()
+        assert Keeping.sent and all(reference.expired() for reference in Keeping.sent)
+        # The first gather makes the parameters; several ranks use memory to communicate.
+        is_countable = number > 0 and dist.get_world_size() == 1
+        assert not is_countable or _live_nbytes() == before + held(model)
+        model.blocks[0].reshard()
+        assert not is_countable or _live_nbytes() == before
 
 
 class Released(Weight):
@@ -395,7 +371,17 @@ class OnlyThat(Scaled):
         return True
 
 
-def releases_what_was_gathered(reshard: bool) -> float:
+def worst_inside(model: nn.Module, plain: nn.Module) -> float:
+    for param in model.parameters():
+        local: Any = local_part(param)
+        if isinstance(local, Scaled):
+            local.data_inside = local.inside
+    return worst(model, plain)
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_releases_what_was_gathered(world: int, reshard: bool) -> None:
     plain = make()
     model: Any = shard(weighted(Released), reshard_after_forward=reshard)
     optimizers = [optimizer_of(plain), optimizer_of(model)]
@@ -416,24 +402,11 @@ def releases_what_was_gathered(reshard: bool) -> float:
         assert held(model) == 0
     with torch.no_grad():
         assert (model(batch()) - plain(batch())).abs().max() < EXACT
-    return worst_inside(model, plain)
+    assert worst_inside(model, plain) < EXACT
 
 
-def worst_inside(model: nn.Module, plain: nn.Module) -> float:
-    for param in model.parameters():
-        local: Any = local_part(param)
-        if isinstance(local, Scaled):
-            local.data_inside = local.inside
-    return worst(model, plain)
-
-
-@worlds
-@pytest.mark.parametrize("reshard", [True, False])
-def test_releases_what_was_gathered(pool: RankPool, world: int, reshard: bool) -> None:
-    assert max(pool.run(world, releases_what_was_gathered, reshard)) < EXACT
-
-
-def refusals() -> None:
+@on_ranks(1, 2)
+def test_refusals() -> None:
     for cls, said in (
         (Lying, f"which {RELEASE} says may be freed"),
         (Unsure, f"{RELEASE} returned NoneType, expected a bool"),
@@ -448,11 +421,6 @@ def refusals() -> None:
         assert "head.weight" in str(caught.value)
         assert isinstance(caught.value, AssertionError)
         assert held(model) == 0
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_refusals(pool: RankPool, world: int) -> None:
-    pool.run(world, refusals)
 
 
 class Padded(Weight):
@@ -476,7 +444,9 @@ class TooShort(Padded):
     num_more_rows = -2
 
 
-def rows_of_padding(rows: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_rows_of_padding(rows: int) -> None:
     """Rows are compared with rows, however many dims there are."""
     weight = torch.arange(rows * 3.0).view(rows, 3)
     layer: Any = nn.Linear(3, rows, bias=False)
@@ -490,11 +460,6 @@ def rows_of_padding(rows: int) -> None:
     fully_shard(layer)
     with pytest.raises(ExtensionError, match=r"shape \(2, 3\), expected \(4, 3\)"):
         layer(torch.eye(3))
-
-
-@pytest.mark.parametrize("rows", [1, 3, 5])
-def test_rows_of_padding(pool: RankPool, rows: int) -> None:
-    pool.run(2, rows_of_padding, rows)
 
 
 def made_in_inference_mode() -> float:

@@ -18,9 +18,8 @@ from fullshard.errors import ExtensionError, UnsupportedError
 from fullshard.tensors import local_part
 from tests.ranks.models import noise
 from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
-worlds = pytest.mark.parametrize("world", [1, 2, 3, 4])
 EXACT = 1e-12
 OLD, NEW = 1, 5  # arguments of the first hook
 
@@ -104,12 +103,6 @@ def wrapped(cls: Any) -> Net:
     return model
 
 
-def trains_as_unsharded(signature: int, reshard: bool) -> float:
-    plain = make()
-    model = shard(wrapped(Halves if signature == NEW else OldHalves), reshard_after_forward=reshard)
-    return train(model, plain)
-
-
 def train(model: nn.Module, plain: nn.Module) -> float:
     optimizers = [optimizer_of(plain), optimizer_of(model)]
     for number in range(3):
@@ -137,16 +130,17 @@ def worst(model: nn.Module, plain: nn.Module) -> float:
     return found
 
 
-@worlds
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("signature", [OLD, NEW])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_trains_as_the_unsharded_model(
-    pool: RankPool, world: int, signature: int, reshard: bool
-) -> None:
-    assert max(pool.run(world, trains_as_unsharded, signature, reshard)) < EXACT
+def test_trains_as_the_unsharded_model(signature: int, reshard: bool) -> None:
+    plain = make()
+    model = shard(wrapped(Halves if signature == NEW else OldHalves), reshard_after_forward=reshard)
+    assert train(model, plain) < EXACT
 
 
-def what_hooks_are_told() -> None:
+@on_ranks(4)
+def test_what_hooks_are_told() -> None:
     Halves.calls.clear()
     policy = MixedPrecisionPolicy(output_dtype=torch.float64)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
@@ -161,10 +155,6 @@ def what_hooks_are_told() -> None:
         rows, columns = outer_size
         assert outer_size == module.weight.shape and outer_stride == (columns, 1)
         assert shape == (-(-rows // 2), columns)  # alike on all ranks, padding included
-
-
-def test_what_hooks_are_told(pool: RankPool) -> None:
-    pool.run(4, what_hooks_are_told)
 
 
 def put_on(param: Tensor, pre: Any, post: Any) -> None:
@@ -183,7 +173,9 @@ def post_of_plain(
     return join(outputs, metadata, dtype, out)
 
 
-def put_on_plain_tensors(when: str) -> float:
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("when", ["after fully_shard", "after to_empty"])
+def test_put_on_plain_tensors(world: int, when: str) -> None:
     """Between fully_shard and the first forward; biases in the same bucket stay as they are."""
     plain = make()
     if when == "after to_empty":
@@ -202,13 +194,7 @@ def put_on_plain_tensors(when: str) -> float:
     for name, param in model.named_parameters():
         if name in WEIGHTS:
             put_on(param, pre_of_plain, post_of_plain)
-    return train(model, plain)
-
-
-@worlds
-@pytest.mark.parametrize("when", ["after fully_shard", "after to_empty"])
-def test_put_on_plain_tensors(pool: RankPool, world: int, when: str) -> None:
-    assert max(pool.run(world, put_on_plain_tensors, when)) < EXACT
+    assert train(model, plain) < EXACT
 
 
 class Both(TwoTensor):
@@ -228,7 +214,10 @@ class Both(TwoTensor):
         return Both(a, b), (a, b)
 
 
-def whole_is_a_wrapper(reshard: bool) -> float:
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_whole_parameter_is_a_wrapper(world: int, reshard: bool) -> None:
+    """Defect 8 of FSDP2: at shard size 1 only the first of several tensors is passed on."""
     plain = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Tanh(), nn.Linear(7, 6, bias=False))
     with torch.no_grad():
         for seed, param in enumerate(plain.parameters()):
@@ -260,17 +249,11 @@ def whole_is_a_wrapper(reshard: bool) -> float:
         if rank < len(chunks):
             for inner in (local.a, local.b):
                 worst_found = max(worst_found, (inner - chunks[rank]).abs().max().item())
-    return worst_found
+    assert worst_found < EXACT
 
 
-@worlds
-@pytest.mark.parametrize("reshard", [True, False])
-def test_the_whole_parameter_is_a_wrapper(pool: RankPool, world: int, reshard: bool) -> None:
-    """Defect 8 of FSDP2: at shard size 1 only the first of several tensors is passed on."""
-    assert max(pool.run(world, whole_is_a_wrapper, reshard)) < EXACT
-
-
-def without_hooks() -> float:
+@on_ranks(3)
+def test_a_wrapper_without_hooks() -> None:
     """A wrapper of a class that has none travels as its values."""
     model = make()
     model.head.weight = nn.Parameter(TwoTensor(model.head.weight.data, model.head.weight.data))
@@ -283,14 +266,20 @@ def without_hooks() -> float:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     expected = plain.head.weight.grad.chunk(world)
     mine = local_part(model.head.weight.grad)
-    return (mine - expected[rank]).abs().max().item() if rank < len(expected) else 0.0
+    assert ((mine - expected[rank]).abs().max().item() if rank < len(expected) else 0.0) < EXACT
 
 
-def test_a_wrapper_without_hooks(pool: RankPool) -> None:
-    assert max(pool.run(3, without_hooks)) < EXACT
+def held(model: Any) -> int:
+    from fullshard.frontend.hooks import engine_of
+    from fullshard.frontend.ownership import unit_of
+
+    unit = unit_of(model)
+    assert unit is not None
+    return sum(engine_of(unit).meter.held_nbytes.values())
 
 
-def memory_goes(world: int) -> None:
+@on_ranks(1, 3)
+def test_memory_is_freed(world: int) -> None:
     model: Any = shard(wrapped(Halves))
     before = held(model)
     model(batch()).sum().backward()
@@ -304,21 +293,8 @@ def memory_goes(world: int) -> None:
     assert held(model) == 0
 
 
-def held(model: Any) -> int:
-    from fullshard.frontend.hooks import engine_of
-    from fullshard.frontend.ownership import unit_of
-
-    unit = unit_of(model)
-    assert unit is not None
-    return sum(engine_of(unit).meter.held_nbytes.values())
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_memory_is_freed(pool: RankPool, world: int) -> None:
-    pool.run(world, memory_goes, world)
-
-
-def refusals() -> None:
+@on_ranks(4)
+def test_refusals() -> None:
     class OneHook(Halves):
         fsdp_post_all_gather: Any = property()
 
@@ -364,11 +340,8 @@ def refusals() -> None:
         assert not isinstance(model, FSDPModule)
 
 
-def test_refusals(pool: RankPool) -> None:
-    pool.run(4, refusals)
-
-
-def late_refusals() -> None:
+@on_ranks(4)
+def test_late_refusals() -> None:
     """Hooks that came after fully_shard are refused before anything is gathered."""
     for options, said in (
         ({"layout": Ragged()}, "cut on dim 0"),
@@ -387,10 +360,6 @@ def late_refusals() -> None:
         assert (model(batch()) - plain(batch())).abs().max() < EXACT  # nothing was lost
 
 
-def test_late_refusals(pool: RankPool) -> None:
-    pool.run(4, late_refusals)
-
-
 def mixed_precision() -> float:
     """The hook is told the dtype of computation, and a plain neighbour is cast to it."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
@@ -407,7 +376,8 @@ def test_mixed_precision(pool: RankPool) -> None:
     assert max(pool.run(2, mixed_precision)) == 0.0
 
 
-def accumulates() -> float:
+@on_ranks(3)
+def test_accumulates() -> None:
     """Without synchronisation, then with it; twice in one graph."""
     plain, model = make(), shard(wrapped(Halves))
     for one in (plain, model):
@@ -423,14 +393,11 @@ def accumulates() -> float:
         ours_local = local_part(ours)
         grad = local_part(ours.grad)  # type: ignore[arg-type]
         getattr(ours_local, "data_inside", ours_local).detach().copy_(grad)
-    return worst(model, plain)
+    assert worst(model, plain) < EXACT
 
 
-def test_accumulates(pool: RankPool) -> None:
-    assert max(pool.run(3, accumulates)) < EXACT
-
-
-def copies_apart() -> float:
+@on_ranks(2)
+def test_a_copy_has_shards_of_its_own() -> None:
     model = shard(wrapped(Halves))
     model(batch())
     twin = copy.deepcopy(model)
@@ -441,8 +408,4 @@ def copies_apart() -> float:
     plain = make()
     assert (model(batch()) - plain(batch())).abs().max() < EXACT
     step(plain, optimizer_of(plain))
-    return worst(twin, plain)
-
-
-def test_a_copy_has_shards_of_its_own(pool: RankPool) -> None:
-    assert max(pool.run(2, copies_apart)) < EXACT
+    assert worst(twin, plain) < EXACT
