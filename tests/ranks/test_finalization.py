@@ -21,10 +21,9 @@ from fullshard.frontend.ownership import unit_of
 from fullshard.schedule import Op, Transcript
 from tests.ranks.models import noise
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 EXACT = 1e-12
-worlds = pytest.mark.parametrize("world", [1, 2, 3])
 beside_torchs = pytest.mark.skipif(
     not hasattr(theirs, "GradientReductionHandle"), reason="PyTorch has it from 2.15 on"
 )
@@ -98,7 +97,11 @@ def run_plain(plain: nn.Module) -> dict[str, Any]:
     return grads
 
 
-def trained(mode: str, async_op: bool, replicated: bool) -> list[float]:
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("mode", ["late", "mixed", "each"])
+@on_ranks(1, 2, 3, 4)
+def test_gradients_are_those_of_the_whole_model(world: int, mode: str, async_op: bool) -> None:
+    replicated = world == 4
     plain = make()
     options: dict[str, Any] = {}
     if replicated:
@@ -111,36 +114,25 @@ def trained(mode: str, async_op: bool, replicated: bool) -> list[float]:
     engine = unit_of(model).engine
     assert engine.scheduler.idle and not len(engine.scheduler.reductions)
     assert not any(engine.meter.held_nbytes.values())
-    return [*apart_by, apart(model, plain)]
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("mode", ["late", "mixed", "each"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_gradients_are_those_of_the_whole_model(
-    pool: RankPool, world: int, mode: str, async_op: bool
-) -> None:
-    for found in pool.run(world, trained, mode, async_op, world == 4):
-        assert max(found) <= EXACT
-
-
-def beside(mode: str, async_op: bool, replicated: bool) -> float:
-    options: dict[str, Any] = {}
-    if replicated:
-        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
-    one, other = (run(shard_by(kit, make(), **options), mode, async_op) for kit in (ours, theirs))
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+    found = [*apart_by, apart(model, plain)]
+    assert max(found) <= EXACT
 
 
 @beside_torchs
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("mode", ["late", "mixed", "each"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_gradients_are_pytorchs(pool: RankPool, world: int, mode: str, async_op: bool) -> None:
-    assert max(pool.run(world, beside, mode, async_op, world == 4)) <= EXACT
+@on_ranks(2, 4)
+def test_gradients_are_pytorchs(world: int, mode: str, async_op: bool) -> None:
+    replicated = world == 4
+    options: dict[str, Any] = {}
+    if replicated:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
+    one, other = (run(shard_by(kit, make(), **options), mode, async_op) for kit in (ours, theirs))
+    assert max((one[name] - other[name]).abs().max().item() for name in one) <= EXACT
 
 
-def by_hand() -> float:
+@on_ranks(1, 2, 3)
+def test_gradients_that_the_caller_assigned_are_reduced() -> None:
     """Gradients of weights that never went through a backward, as in a zero-bubble pipeline."""
     plain = make()
     model = shard(copy.deepcopy(plain), reshard_after_forward=False)
@@ -157,12 +149,7 @@ def by_hand() -> float:
     model.set_requires_gradient_sync(True)
     model.set_reshard_after_backward(True)
     model.finalize_backward()
-    return worst_difference(model, plain)
-
-
-@worlds
-def test_gradients_that_the_caller_assigned_are_reduced(pool: RankPool, world: int) -> None:
-    assert max(pool.run(world, by_hand)) <= EXACT
+    assert worst_difference(model, plain) <= EXACT
 
 
 def reductions() -> list[dict[str, int]]:
@@ -263,25 +250,19 @@ EXPECTED = (
 )
 
 
-@worlds
-def test_what_cannot_work_is_refused(pool: RankPool, world: int) -> None:
-    assert pool.run(world, our_refusals) == [EXPECTED] * world
+@on_ranks(1, 2, 3)
+def test_what_cannot_work_is_refused() -> None:
+    assert refusals(ours) == EXPECTED
 
 
-def our_refusals() -> list[str | None]:
-    return refusals(ours)
-
-
-def their_refusals() -> list[str | None]:
-    return refusals(theirs)
-
-
+@on_ranks(2)
 @beside_torchs
-def test_pytorch_refuses_the_same(pool: RankPool) -> None:
-    assert pool.run(2, their_refusals) == [EXPECTED] * 2
+def test_pytorch_refuses_the_same() -> None:
+    assert refusals(theirs) == EXPECTED
 
 
-def messages() -> None:
+@on_ranks(2)
+def test_errors_say_what_to_do() -> None:
     model = shard(make())
     with pytest.raises(ArgumentTypeError, match="expected a bool"):
         model.set_manual_backward_finalization(1)  # type: ignore[arg-type]
@@ -296,11 +277,8 @@ def messages() -> None:
     fully_shard(nn.Sequential(block, nn.Linear(4, 4)))
 
 
-def test_errors_say_what_to_do(pool: RankPool) -> None:
-    pool.run(2, messages)
-
-
-def partial_gradients() -> float:
+@on_ranks(4)
+def test_partial_gradients_are_not_finalized() -> None:
     """Gradients that are to stay partial are refused; afterwards they are all reduced."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
     plain = make()
@@ -317,14 +295,12 @@ def partial_gradients() -> float:
             model.finalize_backward()
     model.set_requires_all_reduce(True)
     model.finalize_backward()
-    return worst_difference(model, plain)
+    assert worst_difference(model, plain) <= EXACT
 
 
-def test_partial_gradients_are_not_finalized(pool: RankPool) -> None:
-    assert max(pool.run(4, partial_gradients)) <= EXACT
-
-
-def after_trouble(async_op: bool) -> float:
+@on_ranks(2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_after_a_backward_that_died(async_op: bool) -> None:
     """A backward that dies, then ``reset_iter_state``, then a step as if nothing had been."""
     plain = make()
     model = shard(copy.deepcopy(plain))
@@ -342,15 +318,12 @@ def after_trouble(async_op: bool) -> float:
     for one in (plain, model):
         one(batch(3)).square().mean().backward()
     finalize(model, async_op)
-    return worst_difference(model, plain)
+    assert worst_difference(model, plain) <= EXACT
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_after_a_backward_that_died(pool: RankPool, async_op: bool) -> None:
-    assert max(pool.run(2, after_trouble, async_op)) <= EXACT
-
-
-def cast_meanwhile(how: str) -> float:
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["last", "manual", "handle"])
+def test_what_is_under_way_is_not_lost_by_a_cast(how: str) -> None:
     """Reductions are under way when the model is cast to another dtype."""
     plain = make()
     model = shard(copy.deepcopy(plain))
@@ -372,15 +345,11 @@ def cast_meanwhile(how: str) -> float:
         one(batch(1, torch.float32)).square().mean().backward()
     if how != "last":
         model.finalize_backward()
-    return worst_difference(model, plain)
+    assert worst_difference(model, plain) <= 1e-6
 
 
-@pytest.mark.parametrize("how", ["last", "manual", "handle"])
-def test_what_is_under_way_is_not_lost_by_a_cast(pool: RankPool, how: str) -> None:
-    assert max(pool.run(2, cast_meanwhile, how)) <= 1e-6
-
-
-def unused() -> list[bool]:
+@on_ranks(1, 2)
+def test_units_that_no_backward_reached_have_no_gradients() -> None:
     """What no backward reached has no gradient; what was frozen neither."""
     model = shard(make())
     model.blocks[1].weight.requires_grad_(False)
@@ -390,10 +359,5 @@ def unused() -> list[bool]:
     model.set_requires_gradient_sync(True)
     model.finalize_backward()
     found = grads_of(model)
-    return [(found[name] is None) != name.startswith("blocks.0") for name in found]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_units_that_no_backward_reached_have_no_gradients(pool: RankPool, world: int) -> None:
-    for found in pool.run(world, unused):
-        assert all(found)
+    found = [(found[name] is None) != name.startswith("blocks.0") for name in found]
+    assert all(found)

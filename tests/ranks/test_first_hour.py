@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard.errors import FullshardError
 from tests.ranks.models import fill, full_parameters, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 
 
 class Layer(nn.Module):
@@ -134,7 +134,9 @@ CASES = {
 }
 
 
-def refused(case: str) -> str:
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(1, 2)
+def test_a_mistake_is_named_and_changes_nothing(case: str) -> None:
     model, act = CASES[case][0]()
     kinds = [type(module) for module in model.modules()]
     before = full_parameters(model)
@@ -150,17 +152,11 @@ def refused(case: str) -> str:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(X).sum().backward()
         optimizer.step()
-    return text
+    assert CASES[case][1] in text
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_mistake_is_named_and_changes_nothing(pool: RankPool, world: int, case: str) -> None:
-    for text in pool.run(world, refused, case):
-        assert CASES[case][1] in text
-
-
-def wrong_backend() -> None:
+@on_ranks(1)
+def test_a_backend_for_other_devices_is_refused() -> None:
     dist.destroy_process_group()
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     for mesh in (None, init_device_mesh("cpu", (1,))):
@@ -171,11 +167,8 @@ def wrong_backend() -> None:
     dist.destroy_process_group()
 
 
-def test_a_backend_for_other_devices_is_refused(pool: RankPool) -> None:
-    pool.run(1, wrong_backend)
-
-
-def tied_outside() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_knows_both_is_not_refused() -> None:
     """A parameter that also stands outside is trained there by the optimizer that knows both."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
     model[1].weight = model[0].weight
@@ -183,7 +176,3 @@ def tied_outside() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(X).sum().backward()
     optimizer.step()
-
-
-def test_an_optimizer_that_knows_both_is_not_refused(pool: RankPool) -> None:
-    pool.run(2, tied_outside)

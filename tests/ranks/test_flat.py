@@ -13,9 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, iter_full_params
 from tests.ranks.net import Net, batch, make
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
-worlds = pytest.mark.parametrize("world", [1, 2, 3])
 originals = pytest.mark.parametrize("original", [True, False], ids=["originals", "flat"])
 EXACT = 1e-12
 
@@ -37,7 +36,10 @@ def apart(model: nn.Module, plain: nn.Module) -> float:
     return max((ours[name] - theirs[name]).abs().max().item() for name in theirs)
 
 
-def trains(original: bool, strategy: str) -> float:
+@on_ranks(1, 2, 3)
+@originals
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_trains_as_the_unsharded_model(original: bool, strategy: str) -> None:
     plain = make()
     model = wrap(
         copy.deepcopy(plain),
@@ -60,16 +62,7 @@ def trains(original: bool, strategy: str) -> float:
             with torch.no_grad():
                 one(batch(number))
     assert torch.allclose(model(batch()), plain(batch()), rtol=0, atol=EXACT)
-    return apart(model, plain)
-
-
-@worlds
-@originals
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_trains_as_the_unsharded_model(
-    pool: RankPool, world: int, original: bool, strategy: str
-) -> None:
-    assert max(pool.run(world, trains, original, strategy)) < EXACT
+    assert apart(model, plain) < EXACT
 
 
 def shows(original: bool) -> list[tuple[str, tuple[int, ...]]]:
@@ -109,7 +102,9 @@ def test_what_is_shown(pool: RankPool, original: bool) -> None:
         assert [shape for _, shape in first] == [(48,), (21,), (21,)]
 
 
-def freed_gradients(use_orig_params: bool) -> list[bool]:
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_zero_grad_frees_gradients(use_orig_params: bool) -> None:
     """Whether ``zero_grad`` frees the memory of gradients, also of those that were lent."""
     model = FSDP(nn.Linear(256, 256), use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -125,9 +120,4 @@ def freed_gradients(use_orig_params: bool) -> list[bool]:
         optimizer.step()
         optimizer.zero_grad()
         freed.append(all(storage.expired() for storage in memory))
-    return freed
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_zero_grad_frees_gradients(pool: RankPool, use_orig_params: bool) -> None:
-    assert pool.run(2, freed_gradients, use_orig_params) == [[True, True]] * 2
+    assert freed == [True, True]

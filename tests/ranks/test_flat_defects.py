@@ -23,7 +23,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, iter_full_params
 from fullshard.errors import ProtocolError
 from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_flat_differential import (
     EXACT,
     batch,
@@ -142,7 +142,11 @@ def wide() -> Wide:
     return model
 
 
-def two_dims(original: bool, strategy: str) -> dict[str, Any]:
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("original", [True, False], ids=["originals", "flat"])
+def test_defects_3_4_5_7_on_two_dims(original: bool, strategy: str) -> None:
+    """Clipping sees all ranks; frozen stays frozen, tied tied; gradients wait unreduced."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, plain = wide(), wide()
     if not original:  # a unit shows one parameter, which is frozen or is not
@@ -185,17 +189,9 @@ def two_dims(original: bool, strategy: str) -> dict[str, Any]:
     theirs = dict(plain.named_parameters())
     seen["names"] = sorted(full) == sorted(theirs)
     seen["apart"] = max((full[name] - theirs[name]).abs().max().item() for name in theirs)
-    return seen
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("original", [True, False], ids=["originals", "flat"])
-def test_defects_3_4_5_7_on_two_dims(pool: RankPool, original: bool, strategy: str) -> None:
-    """Clipping sees all ranks; frozen stays frozen, tied tied; gradients wait unreduced."""
-    for seen in pool.run(4, two_dims, original, strategy):
-        assert seen.pop("frozen") == (["down.bias"] if original else [])
-        assert seen.pop("tied") and seen.pop("DTensors") and seen.pop("names")
-        assert max(seen.values()) < EXACT, seen
+    assert seen.pop("frozen") == (["down.bias"] if original else [])
+    assert seen.pop("tied") and seen.pop("DTensors") and seen.pop("names")
+    assert max(seen.values()) < EXACT, seen
 
 
 class Unused(nn.Module):
@@ -207,22 +203,19 @@ class Unused(nn.Module):
         return self.used(x)
 
 
-def steps_of_unused(original: bool) -> list[tuple[str, bool]]:
-    model = FSDP(Unused(), use_orig_params=original)
+@on_ranks(2)
+def test_defect_19_what_no_rank_used_is_not_optimized() -> None:
+    model = FSDP(Unused(), use_orig_params=True)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return [(clean(n), p in optimizer.state) for n, p in model.named_parameters()]
-
-
-def test_defect_19_what_no_rank_used_is_not_optimized(pool: RankPool) -> None:
-    for found in pool.run(2, steps_of_unused, True):
-        assert found == [
-            ("used.weight", True),
-            ("used.bias", True),
-            ("unused.weight", False),
-            ("unused.bias", False),
-        ]
+    found = [(clean(n), p in optimizer.state) for n, p in model.named_parameters()]
+    assert found == [
+        ("used.weight", True),
+        ("used.bias", True),
+        ("unused.weight", False),
+        ("unused.bias", False),
+    ]
 
 
 def clips_while_unsharded(strategy: str) -> float:
@@ -288,7 +281,8 @@ def test_modules_on_meta_are_given_values_once(pool: RankPool) -> None:
         )
 
 
-def mixed_strategies() -> float:
+@on_ranks(2)
+def test_units_may_have_strategies_of_their_own() -> None:
     kinds = (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     model, plain = make(FP64), make(FP64)
     with quiet():
@@ -302,11 +296,7 @@ def mixed_strategies() -> float:
             one(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return distance(wrapped, plain)
-
-
-def test_units_may_have_strategies_of_their_own(pool: RankPool) -> None:
-    assert max(pool.run(2, mixed_strategies)) < EXACT
+    assert distance(wrapped, plain) < EXACT
 
 
 def steps_in_backward(original: bool) -> float:
@@ -333,7 +323,8 @@ def test_optimizers_step_in_backward(pool: RankPool) -> None:
         assert max(pool.run(2, steps_in_backward, original)) < EXACT
 
 
-def stand_ins() -> None:
+@on_ranks(2)
+def test_freed_parts_of_a_flat_parameter_keep_their_dtype() -> None:
     """What stands in the places of freed parts of a flat parameter, between forwards."""
     model = FSDP(nn.Sequential(FSDP(nn.Linear(6, 4)), nn.Linear(4, 2)))
     inner = model.module[0].module
@@ -353,7 +344,3 @@ def stand_ins() -> None:
         with FSDP.summon_full_params(model):
             assert isinstance(inner.weight, nn.Parameter) and inner.weight.isfinite().all()
         model(torch.ones(3, 6)).sum().backward()
-
-
-def test_freed_parts_of_a_flat_parameter_keep_their_dtype(pool: RankPool) -> None:
-    pool.run(2, stand_ins)

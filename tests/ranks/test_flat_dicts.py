@@ -23,7 +23,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.compat import patch_torch
 from fullshard.errors import ConfigError, ProtocolError
 from tests.ranks.net import Net, batch, make
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 
 originals = pytest.mark.parametrize("original", [True, False], ids=["originals", "flat"])
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -86,7 +86,9 @@ def checkpointed(original: bool, when: str) -> Any:
     return model
 
 
-def checkpoint_wrappers(original: bool) -> None:
+@on_ranks(2)
+@originals
+def test_wrappers_of_activation_checkpoints_are_seen_through(original: bool) -> None:
     plain = make()
     with torch.no_grad():
         for param in plain.parameters():
@@ -110,13 +112,6 @@ def checkpoint_wrappers(original: bool) -> None:
     same_weights(saving, plain)
 
 
-@originals
-def test_wrappers_of_activation_checkpoints_are_seen_through(
-    pool: RankPool, original: bool
-) -> None:
-    pool.run(2, checkpoint_wrappers, original)
-
-
 def pair(original: bool, *, is_reversed: bool = False) -> tuple[Any, Any, Net, Any]:
     """A wrapped model and a plain one after the same two steps, and their optimizers."""
     plain = make()
@@ -130,7 +125,9 @@ def pair(original: bool, *, is_reversed: bool = False) -> tuple[Any, Any, Net, A
     return model, ours, plain, theirs
 
 
-def orders(original: bool) -> None:
+@on_ranks(2, 3)
+@originals
+def test_optimizers_of_ranks_may_have_other_orders(original: bool) -> None:
     """Ranks give their optimizers the parameters in different orders."""
     model, ours, plain, theirs = pair(original, is_reversed=dist.get_rank() % 2 == 1)
     config = FullOptimStateDictConfig(rank0_only=True)
@@ -148,15 +145,8 @@ def orders(original: bool) -> None:
     same_weights(model, plain)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@originals
-def test_optimizers_of_ranks_may_have_other_orders(
-    pool: RankPool, world: int, original: bool
-) -> None:
-    pool.run(world, orders, original)
-
-
-def disagreement() -> None:
+@on_ranks(3)
+def test_ranks_without_the_same_parameters_are_told() -> None:
     """One rank's optimizer lacks a parameter: said on all ranks, before anything is gathered."""
     plain = make()
     model = wrapped(True, plain)
@@ -178,11 +168,9 @@ def disagreement() -> None:
     FSDP.scatter_full_optim_state_dict(state, model, optim=everywhere)
 
 
-def test_ranks_without_the_same_parameters_are_told(pool: RankPool) -> None:
-    pool.run(3, disagreement)
-
-
-def inputs(original: bool) -> None:
+@on_ranks(2)
+@originals
+def test_parameters_may_be_given_instead_of_their_optimizer(original: bool) -> None:
     """``optim_input``, or nothing, in place of the optimizer, as programs had it before."""
     model, ours, plain, _ = pair(original)
     full = FSDP.full_optim_state_dict(model, ours, rank0_only=False)
@@ -212,12 +200,9 @@ def inputs(original: bool) -> None:
     same_state(full["state"], plain, other)
 
 
+@on_ranks(2)
 @originals
-def test_parameters_may_be_given_instead_of_their_optimizer(pool: RankPool, original: bool) -> None:
-    pool.run(2, inputs, original)
-
-
-def forms(original: bool) -> None:
+def test_forms_of_optimizers_state(original: bool) -> None:
     """State by names of parameters, state without groups, and values that are no tensors."""
 
     model, ours, plain, theirs = pair(original)
@@ -253,12 +238,9 @@ def forms(original: bool) -> None:
             FSDP.optim_state_dict_to_load(model, ours, made)
 
 
+@on_ranks(2)
 @originals
-def test_forms_of_optimizers_state(pool: RankPool, original: bool) -> None:
-    pool.run(2, forms, original)
-
-
-def live(original: bool) -> None:
+def test_what_is_not_sharded_is_not_copied(original: bool) -> None:
     """Buffers and parameters that are ignored are the model's own in state dicts of both kinds."""
     plain = make()
     plain.register_buffer("count", torch.zeros(3))
@@ -278,12 +260,11 @@ def live(original: bool) -> None:
     assert settings.optim_state_dict_config._use_dtensor  # type: ignore[attr-defined]
 
 
+@on_ranks(2)
 @originals
-def test_what_is_not_sharded_is_not_copied(pool: RankPool, original: bool) -> None:
-    pool.run(2, live, original)
-
-
-def lending(original: bool) -> None:
+def test_summoning_is_refused_while_running_and_edits_stay_where_nothing_is_sharded(
+    original: bool,
+) -> None:
     model = wrapped(original)
     seen: list[AssertionError] = []
 
@@ -317,14 +298,8 @@ def lending(original: bool) -> None:
             assert torch.equal(model.state_dict()["head.bias"], before["head.bias"] + stays)
 
 
-@originals
-def test_summoning_is_refused_while_running_and_edits_stay_where_nothing_is_sharded(
-    pool: RankPool, original: bool
-) -> None:
-    pool.run(2, lending, original)
-
-
-def spread_over_others() -> None:
+@on_ranks(2)
+def test_dtensors_are_synchronized() -> None:
     """Parameters and buffers that are DTensors get the first rank's values, too."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
 
@@ -342,11 +317,9 @@ def spread_over_others() -> None:
         assert not whole(inner.weight.detach()).any()
 
 
-def test_dtensors_are_synchronized(pool: RankPool) -> None:
-    pool.run(2, spread_over_others)
-
-
-def by_torch(original: bool) -> None:
+@on_ranks(2)
+@originals
+def test_pytorchs_state_dict_functions_know_our_wrapper(original: bool) -> None:
     """``torch.distributed.checkpoint.state_dict`` reads and writes ours in place of PyTorch's."""
     with patch_torch():
         from torch.distributed.checkpoint import state_dict as reader
@@ -378,8 +351,3 @@ def by_torch(original: bool) -> None:
                 reader._patch_model_state_dict(other, options=options)
                 for name, value in plain.state_dict().items():
                     assert (other.state_dict()[name] - value).abs().max() < EXACT
-
-
-@originals
-def test_pytorchs_state_dict_functions_know_our_wrapper(pool: RankPool, original: bool) -> None:
-    pool.run(2, by_torch, original)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard as ours
 from fullshard.wrap import ModuleWrapPolicy
 from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 EXACT = 1e-12
 WRAPPED = "_fsdp_wrapped_module."
@@ -194,7 +194,9 @@ def test_trains_alike_in_mixed_precision(pool: RankPool) -> None:
     assert pool.run(2, far_apart, rounded, 3e-2) == [[]] * 2
 
 
-def hybrid(shape: tuple[int, int]) -> list[tuple[Any, float]]:
+@on_ranks(4)
+def test_trains_alike_on_copies() -> None:
+    shape = (2, 2)
     found = []
     for strategy, how in (("HYBRID_SHARD", "nested"), ("_HYBRID_SHARD_ZERO2", "policy")):
         losses, params = [], []
@@ -212,9 +214,4 @@ def hybrid(shape: tuple[int, int]) -> list[tuple[Any, float]]:
             params.append(full_values(kit, model))
         apart = max((params[0][n] - params[1][n]).abs().max().item() for n in params[0])
         found.append((strategy, max(apart, *(abs(a - b) for a, b in zip(*losses, strict=True)))))
-    return found
-
-
-def test_trains_alike_on_copies(pool: RankPool) -> None:
-    for found in pool.run(4, hybrid, (2, 2)):
-        assert max(apart for _, apart in found) < EXACT
+    assert max(apart for _, apart in found) < EXACT

@@ -19,7 +19,7 @@ from fullshard import iter_full_params
 from fullshard.frontend.sharded import unit_and_engine
 from fullshard.schedule import Transcript
 from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_flat_differential import (
     BF16,
     EXACT,
@@ -101,33 +101,28 @@ def test_a_hook_reduces_gradients(pool: RankPool, strategy: str) -> None:
         assert 0 < to_mean < 2e-2 and to_torch < 2e-2
 
 
-def hook_on_one_rank() -> list[int]:
+@on_ranks(1)
+def test_a_hook_on_one_rank_sees_the_gradients_alone() -> None:
     model = FSDP(nn.Linear(3, 3), use_orig_params=False)
     seen: list[int] = []
     model.register_comm_hook(None, lambda state, grads: seen.append(grads.numel()))
     model(torch.ones(1, 3)).sum().backward()
-    return seen
+    assert seen == [12]
 
 
-def test_a_hook_on_one_rank_sees_the_gradients_alone(pool: RankPool) -> None:
-    assert pool.run(1, hook_on_one_rank) == [[12]]
-
-
-def hook_and_unused() -> list[bool]:
+@on_ranks(2)
+def test_a_hook_leaves_unused_parameters_without_gradients() -> None:
     """Parameters that no rank used have no gradient, though the hook writes zeros for them."""
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     model.forward = lambda x: model["a"](x)  # type: ignore[method-assign]
     wrapped = FSDP(model, use_orig_params=True)
     wrapped.register_comm_hook(None, lambda state, grads, own: own.copy_(grads[: len(own)]))
     wrapped(torch.ones(1, 2)).sum().backward()
-    return [p.grad is None for p in wrapped.parameters()]
+    assert [p.grad is None for p in wrapped.parameters()] == [False, False, True, True]
 
 
-def test_a_hook_leaves_unused_parameters_without_gradients(pool: RankPool) -> None:
-    assert pool.run(2, hook_and_unused) == [[False, False, True, True]] * 2
-
-
-def overlapped() -> float:
+@on_ranks(2)
+def test_optimizers_that_step_in_backward() -> None:
     """PyTorch's own way to let optimizers step in backward."""
     with quiet():
         from torch.distributed.optim import _apply_optimizer_in_backward
@@ -148,11 +143,7 @@ def overlapped() -> float:
     _apply_optimizer_in_backward(torch.optim.SGD, list(plain.parameters()), {"lr": 0.1})
     with pytest.raises(RuntimeError, match="use_orig_params=True"):
         FSDP(plain)
-    return apart(*results)
-
-
-def test_optimizers_that_step_in_backward(pool: RankPool) -> None:
-    assert max(pool.run(2, overlapped)) < EXACT
+    assert apart(*results) < EXACT
 
 
 # failures

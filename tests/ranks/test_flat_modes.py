@@ -15,7 +15,7 @@ import fullshard as ours
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import MixedPrecision
 from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_flat_differential import (
     BF16,
     EXACT,
@@ -78,7 +78,8 @@ def test_evaluates_in_full_precision(pool: RankPool, original: bool) -> None:
             assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def modes_that_cannot_be() -> None:
+@on_ranks(2)
+def test_modes_that_cannot_be_are_told() -> None:
     """A backward after the unit was made anew, and a mode of an inner unit alone."""
     full = MixedPrecision(BF16, full_precision_in_eval=True)
     model = wrap(ours, make(FP32), "nested", mixed_precision=full)
@@ -93,10 +94,6 @@ def modes_that_cannot_be() -> None:
     model = FSDP(inner, mixed_precision=MixedPrecision(BF16)).eval()
     with pytest.raises(ours.errors.ProtocolError, match="outermost wrapper"):
         model(batch(0, FP32))
-
-
-def test_modes_that_cannot_be_are_told(pool: RankPool) -> None:
-    pool.run(2, modes_that_cannot_be)
 
 
 # parameters exchanged between forward and backward
@@ -201,7 +198,9 @@ def test_gradients_are_clipped_while_no_sync_keeps_parameters_whole(pool: RankPo
             assert after == pytest.approx(1e-3)
 
 
-def edited_beside_no_sync(original: bool) -> tuple[float, float]:
+@on_ranks(2)
+@pytest.mark.parametrize("original", [True, False])
+def test_edited_shards_are_seen_where_no_sync_kept_parameters_whole(original: bool) -> None:
     """How far a forward is from one with the edited weights, and from one with the old ones."""
     strategy = ours.ShardingStrategy.SHARD_GRAD_OP
     model = wrap(ours, make(FP64), "nested", sharding_strategy=strategy, use_orig_params=original)
@@ -215,12 +214,5 @@ def edited_beside_no_sync(original: bool) -> tuple[float, float]:
             param.mul_(0.5)
     found = model(batch(1, FP64))
     new_out, old_out = new(batch(1, FP64)), old(batch(1, FP64))
-    return (found - new_out).abs().max().item(), (found - old_out).abs().max().item()
-
-
-@pytest.mark.parametrize("original", [True, False])
-def test_edited_shards_are_seen_where_no_sync_kept_parameters_whole(
-    pool: RankPool, original: bool
-) -> None:
-    for from_new, from_old in pool.run(2, edited_beside_no_sync, original):
-        assert from_new < EXACT < from_old
+    from_new, from_old = (found - new_out).abs().max().item(), (found - old_out).abs().max().item()
+    assert from_new < EXACT < from_old

@@ -13,7 +13,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType
 from fullshard.compat import patch_torch
 from fullshard.errors import ConfigError, UnsupportedError
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 from tests.ranks.test_flat_state import originals, step
 
 
@@ -35,7 +35,9 @@ class OnStream(nn.Module):
         return self.last(y * self.extra if hasattr(self, "extra") else y)
 
 
-def adds_what_is_missing(original: bool) -> None:
+@on_ranks(2)
+@originals
+def test_parameters_that_no_wrapper_manages_are_for_the_program_to_add(original: bool) -> None:
     """As in PyTorch, older calls name no parameter that the state dict does not have."""
     small = OnStream(original=original)
     its = torch.optim.Adam(small.parameters(), lr=1e-2)
@@ -74,14 +76,9 @@ def adds_what_is_missing(original: bool) -> None:
         step(model, optimizer)
 
 
+@on_ranks(2)
 @originals
-def test_parameters_that_no_wrapper_manages_are_for_the_program_to_add(
-    pool: RankPool, original: bool
-) -> None:
-    pool.run(2, adds_what_is_missing, original)
-
-
-def empty(original: bool) -> None:
+def test_state_of_nothing(original: bool) -> None:
     """Optimizers that never stepped, and groups without parameters."""
     names = {"first.weight", "first.bias", "last.weight", "last.bias"}
     model, plain = OnStream(original=original), OnStream(original=None)
@@ -128,12 +125,9 @@ def empty(original: bool) -> None:
         FSDP.rekey_optim_state_dict(by_number, OptimStateKeyType.PARAM_NAME, plain, optim=theirs)
 
 
+@on_ranks(2)
 @originals
-def test_state_of_nothing(pool: RankPool, original: bool) -> None:
-    pool.run(2, empty, original)
-
-
-def unknown(original: bool) -> None:
+def test_pytorchs_functions_are_refused_where_they_do_not_know_our_wrapper(original: bool) -> None:
     """PyTorch's functions would take pieces for whole tensors."""
     from torch.distributed.checkpoint import state_dict as reader
 
@@ -157,10 +151,3 @@ def unknown(original: bool) -> None:
         with patch_torch():
             _, state = reader.get_state_dict(model, optimizer)
         assert "first.weight" in state["state"]
-
-
-@originals
-def test_pytorchs_functions_are_refused_where_they_do_not_know_our_wrapper(
-    pool: RankPool, original: bool
-) -> None:
-    pool.run(2, unknown, original)

@@ -25,7 +25,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.flat.prepare import warn_of_choice
 from fullshard.frontend.meshes import DataMesh
 from fullshard.wrap import ModuleWrapPolicy, always_wrap_policy
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_flat_differential import BF16, Block, Stack, quiet, wrap
 
 
@@ -241,7 +241,8 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 }
 
 
-def refused() -> dict[str, str]:
+@on_ranks(2)
+def test_what_cannot_work_is_refused() -> None:
     """What was not refused as it should be."""
     wrong = {}
     for name, (act, kind, words) in REFUSALS.items():
@@ -252,14 +253,11 @@ def refused() -> dict[str, str]:
         except errors.FullshardError as error:
             if not isinstance(error, kind) or words not in str(error):
                 wrong[name] = f"{type(error).__mro__}: {error}"
-    return wrong
+    assert wrong == {}
 
 
-def test_what_cannot_work_is_refused(pool: RankPool) -> None:
-    assert pool.run(2, refused) == [{}, {}]
-
-
-def replaced() -> bool:
+@on_ranks(2)
+def test_a_whole_parameter_is_no_piece() -> None:
     """Raised on every rank, also where the piece is empty."""
     model = FSDP(nn.Linear(5, 5), use_orig_params=True)
     model.module.weight = nn.Parameter(torch.ones(6, 6))
@@ -268,14 +266,11 @@ def replaced() -> bool:
         FSDP.summon_full_params(model),
     ):
         pass
-    return True
+    assert True
 
 
-def test_a_whole_parameter_is_no_piece(pool: RankPool) -> None:
-    assert all(pool.run(2, replaced))
-
-
-def warned() -> list[str]:
+@on_ranks(2)
+def test_warns_of_what_is_of_no_use() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FSDP(nn.ModuleList([nn.Linear(2, 2)]))
@@ -286,13 +281,9 @@ def warned() -> list[str]:
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
             mixed_precision=MixedPrecision(BF16),
         )
-    return [str(one.message) for one in caught]
-
-
-def test_warns_of_what_is_of_no_use(pool: RankPool) -> None:
-    for container, ignored, exempt in pool.run(2, warned):
-        assert "ModuleList" in container and "all parameters being ignored" in ignored
-        assert "BatchNorm1d" in exempt
+    container, ignored, exempt = [str(one.message) for one in caught]
+    assert "ModuleList" in container and "all parameters being ignored" in ignored
+    assert "BatchNorm1d" in exempt
 
 
 def warned_of_choices() -> list[list[str]]:
@@ -380,19 +371,17 @@ def test_a_module_above_wrappers_summons_nothing_itself(pool: RankPool) -> None:
     assert [a + b for a, b in zip(one[0], other[0], strict=True)] == [16, 4]
 
 
-def hook_of_hybrid() -> bool:
+@on_ranks(4)
+def test_a_hook_is_refused_on_copies_that_are_shared() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     model = FSDP(Block(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     with pytest.raises(AssertionError, match="hybrid"):
         model.register_comm_hook(None, print)
-    return True
+    assert True
 
 
-def test_a_hook_is_refused_on_copies_that_are_shared(pool: RankPool) -> None:
-    assert all(pool.run(4, hook_of_hybrid))
-
-
-def tied_after_sharding() -> float:
+@on_ranks(3)
+def test_ties_are_refused_before_anything_is_sent() -> None:
     """Rank 0 would send more of what is cut unevenly than the others expect, and go on."""
     model = nn.Sequential(nn.Linear(5, 2), nn.Linear(5, 2))
     model[1].weight = model[0].weight
@@ -401,8 +390,4 @@ def tied_after_sharding() -> float:
         FSDP(model[1], sync_module_states=True)
     total = torch.tensor(1.0)
     dist.all_reduce(total)
-    return total.item()
-
-
-def test_ties_are_refused_before_anything_is_sent(pool: RankPool) -> None:
-    assert pool.run(3, tied_after_sharding) == [3.0] * 3
+    assert total.item() == 3.0

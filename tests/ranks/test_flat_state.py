@@ -22,7 +22,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.errors import ConfigError, ProtocolError, UnsupportedError
 from fullshard.frontend.sharded import is_taken_as_it_is
 from tests.ranks.net import batch, make
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 originals = pytest.mark.parametrize("original", [True, False], ids=["originals", "flat"])
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -64,7 +64,10 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert (ours[name] - value).abs().max() < EXACT, name
 
 
-def full_dicts(original: bool, strategy: str) -> None:
+@on_ranks(1, 2, 3)
+@originals
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_full_dicts(original: bool, strategy: str) -> None:
     plain = Norm()
     options = {"sharding_strategy": ShardingStrategy[strategy]}
     model = wrapped(original, plain, **options)
@@ -109,14 +112,9 @@ def full_dicts(original: bool, strategy: str) -> None:
         other.load_state_dict({**state, "net.scale": torch.ones(3)})
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks(2, 3)
 @originals
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_full_dicts(pool: RankPool, world: int, original: bool, strategy: str) -> None:
-    pool.run(world, full_dicts, original, strategy)
-
-
-def sharded_dicts(original: bool) -> None:
+def test_sharded_dicts(original: bool) -> None:
     plain = Norm()
     model = wrapped(original, plain)
     with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
@@ -136,12 +134,6 @@ def sharded_dicts(original: bool) -> None:
     other.load_state_dict(state)
     FSDP.set_state_dict_type(other, FULL)
     same(other.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@originals
-def test_sharded_dicts(pool: RankPool, world: int, original: bool) -> None:
-    pool.run(world, sharded_dicts, original)
 
 
 def optimizers(original: bool, kind: str) -> None:
@@ -185,7 +177,9 @@ def test_optimizer_state(pool: RankPool, world: int, original: bool, kind: str) 
     pool.run(world, optimizers, original, kind)
 
 
-def older_calls(original: bool) -> None:
+@on_ranks(2)
+@originals
+def test_older_calls(original: bool) -> None:
     plain = Norm()
     model = wrapped(original, plain)
     ours, theirs = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, plain))
@@ -225,12 +219,8 @@ def older_calls(original: bool) -> None:
     same(model.state_dict(), plain.state_dict())
 
 
-@originals
-def test_older_calls(pool: RankPool, original: bool) -> None:
-    pool.run(2, older_calls, original)
-
-
-def kinds() -> None:
+@on_ranks(2)
+def test_the_kind_of_state_dicts() -> None:
     model = wrapped(True)
     with pytest.raises(ProtocolError, match="Expected state_dict_config of type"):
         FSDP.set_state_dict_type(model, SHARDED, FullStateDictConfig())
@@ -253,11 +243,9 @@ def kinds() -> None:
         FSDP.optim_state_dict_to_load(model, optimizer, {})
 
 
-def test_the_kind_of_state_dicts(pool: RankPool) -> None:
-    pool.run(2, kinds)
-
-
-def as_torch(original: bool) -> None:
+@on_ranks(2)
+@originals
+def test_dicts_are_those_of_pytorchs_wrapper(original: bool) -> None:
     """PyTorch's wrapper saves, ours loads, and back; model and optimizer."""
     import warnings
 
@@ -307,17 +295,15 @@ def as_torch(original: bool) -> None:
     same(ours.state_dict(), theirs.state_dict())
 
 
-@originals
-def test_dicts_are_those_of_pytorchs_wrapper(pool: RankPool, original: bool) -> None:
-    pool.run(2, as_torch, original)
-
-
 def raise_ill(module: nn.Module, *_: Any) -> None:
     if not is_taken_as_it_is():  # once the wrapper has loaded everything inside
         raise RuntimeError("ill")
 
 
-def load_inside_after_one_that_raised(original: bool, by_parent: bool) -> float:
+@on_ranks(2)
+@pytest.mark.parametrize("by_parent", [False, True])
+@originals
+def test_an_inner_wrapper_loads_after_a_load_that_raised(original: bool, by_parent: bool) -> None:
     inner = FSDP(nn.Linear(4, 4), use_orig_params=original)
     outer = FSDP(nn.Sequential(nn.Tanh(), inner), use_orig_params=original)
     outer.module[0].register_load_state_dict_post_hook(raise_ill)
@@ -325,12 +311,4 @@ def load_inside_after_one_that_raised(original: bool, by_parent: bool) -> float:
     with pytest.raises(RuntimeError, match="ill"):
         model.load_state_dict(model.state_dict())
     inner.load_state_dict({"weight": torch.full((4, 4), 2.0), "bias": torch.full((4,), 2.0)})
-    return sum(value.sum().item() for value in inner.state_dict().values())
-
-
-@pytest.mark.parametrize("by_parent", [False, True])
-@originals
-def test_an_inner_wrapper_loads_after_a_load_that_raised(
-    pool: RankPool, original: bool, by_parent: bool
-) -> None:
-    assert pool.run(2, load_inside_after_one_that_raised, original, by_parent) == [40.0, 40.0]
+    assert sum(value.sum().item() for value in inner.state_dict().values()) == 40.0

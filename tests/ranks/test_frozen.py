@@ -20,7 +20,7 @@ from fullshard.errors import ProtocolError
 from fullshard.optim import ShardedOptimizer
 from fullshard.wrap import ModuleWrapPolicy
 from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_counts import recordings
 
 EXACT = 1e-12
@@ -229,7 +229,9 @@ def test_gradients_are_those_of_the_unsharded_model(
         pool.run(3, accumulate, passes, layout, 1, between)
 
 
-def pending_is_shown(layout: Any) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=str)
+def test_what_waits_is_shown_by_parameter(layout: Any) -> None:
     """What waits can be seen and dropped by parameter, whichever are trainable by now."""
     model = make()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
@@ -252,15 +254,13 @@ def pending_is_shown(layout: Any) -> None:
     }
 
 
-@pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=str)
-def test_what_waits_is_shown_by_parameter(pool: RankPool, layout: Any) -> None:
-    pool.run(4, pending_is_shown, layout)
-
-
 # who reads gradients
 
 
-def optimize(layout: Any, offloaded: bool) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=str)
+def test_the_sharded_optimizer_steps_what_is_left(layout: Any, offloaded: bool) -> None:
     """The optimizer finds neighbours in memory, among those that are left too."""
     plain, model = make(), make()
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloaded else {}
@@ -278,16 +278,10 @@ def optimize(layout: Any, offloaded: bool) -> None:
         assert (whole(param.detach()) - expected[name]).abs().max() <= 1e-10, name
 
 
-@pytest.mark.parametrize("offloaded", [False, True])
-@pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=str)
-def test_the_sharded_optimizer_steps_what_is_left(
-    pool: RankPool, layout: Any, offloaded: bool
-) -> None:
-    pool.run(3, optimize, layout, offloaded)
-
-
-def hooked(layout: Any) -> list[int]:
+@on_ranks(2)
+def test_hooks_get_what_is_reduced() -> None:
     """What a hook of the user's gets: the gradients that are reduced, nothing in between."""
+    layout = PerParameter()
     model = make()
     shard(model, layout=layout)
     seen: list[int] = []
@@ -295,11 +289,7 @@ def hooked(layout: Any) -> list[int]:
         block.set_all_reduce_hook(lambda grads: seen.append(grads.numel()))
     train_only(model, ".a.")
     backward(model)
-    return seen
-
-
-def test_hooks_get_what_is_reduced(pool: RankPool) -> None:
-    assert pool.run(2, hooked, PerParameter()) == [[ADAPTERS // 4] * NUM_BLOCKS] * 2
+    assert seen == [ADAPTERS // 4] * NUM_BLOCKS
 
 
 def flat(original: bool) -> list[int]:
@@ -374,7 +364,9 @@ def test_ranks_that_freeze_different_parameters_are_told(pool: RankPool) -> None
 # what does not change
 
 
-def steady(layout: Any) -> list[tuple[int, int, int]]:
+@on_ranks(2)
+@pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=str)
+def test_what_was_frozen_for_a_while_leaves_nothing_behind(layout: Any) -> None:
     """In steps before something was frozen, and after: what is copied, sent, and read by the host.
 
     Bytes, elements, and how often it asked which parameters have gradients anywhere.
@@ -396,12 +388,7 @@ def steady(layout: Any) -> list[tuple[int, int, int]]:
         calls = [call for recording in made for call in recording.calls]
         sent = sum(call.numel for call in calls if call.kind == "reduce_scatter")
         found.append((model.copied_nbytes() - before, sent, asked.call_count))
-    return found
-
-
-@pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=str)
-def test_what_was_frozen_for_a_while_leaves_nothing_behind(pool: RankPool, layout: Any) -> None:
-    for all_1, few_1, all_2, few_2, all_3 in pool.run(2, steady, layout):
-        assert all_1 == all_2 == all_3 and few_1 == few_2
-        assert few_1[1] < all_1[1] / 8 and few_1[0] < all_1[0]
-        assert all_1[2] == few_1[2] == 0
+    all_1, few_1, all_2, few_2, all_3 = found
+    assert all_1 == all_2 == all_3 and few_1 == few_2
+    assert few_1[1] < all_1[1] / 8 and few_1[0] < all_1[0]
+    assert all_1[2] == few_1[2] == 0

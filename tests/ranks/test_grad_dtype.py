@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import MixedPrecisionPolicy, Ragged, fully_shard
 from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.versions import TORCH
 
-worlds = pytest.mark.parametrize("world", [2, 3])
 layouts = pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
 follows = pytest.mark.skipif(TORCH < (2, 15), reason="FSDP2 asks for grad_dtype since 2.15")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -151,28 +150,27 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], GradDtypes]] = {
 }
 
 
-def all_against_fsdp2(layout: str, passes: str) -> dict[str, tuple[list[str], float, bool]]:
-    return {name: against_fsdp2(layout, *case, passes) for name, case in CASES.items()}
-
-
 @follows
-@worlds
+@on_ranks(2, 3)
 @layouts
 @pytest.mark.parametrize("passes", ["s", "nns", "ss"])
-def test_gradients_are_those_of_fsdp2(pool: RankPool, world: int, layout: str, passes: str) -> None:
-    for results in pool.run(world, all_against_fsdp2, layout, passes):
-        for case, (wrong, apart, same_losses) in results.items():
-            assert not wrong and same_losses, case
-            # There sums of three are made in another order, and sums in bf16 rounded more often,
-            # as are those that wait for what is shown in fewer bits than others.
-            rounded = ("bf16", "all bf16 gradients")
-            if "n" in passes:
-                rounded += ("some bf16 gradients", "some fp32 gradients")
-            exact = world == 2 and case not in rounded
-            assert apart <= (0 if exact else 1e-2), case
+def test_gradients_are_those_of_fsdp2(world: int, layout: str, passes: str) -> None:
+    results = {name: against_fsdp2(layout, *case, passes) for name, case in CASES.items()}
+    for case, (wrong, apart, same_losses) in results.items():
+        assert not wrong and same_losses, case
+        # There sums of three are made in another order, and sums in bf16 rounded more often,
+        # as are those that wait for what is shown in fewer bits than others.
+        rounded = ("bf16", "all bf16 gradients")
+        if "n" in passes:
+            rounded += ("some bf16 gradients", "some fp32 gradients")
+        exact = world == 2 and case not in rounded
+        assert apart <= (0 if exact else 1e-2), case
 
 
-def replicated(passes: str) -> tuple[list[str], float]:
+@on_ranks(2)
+@follows
+@pytest.mark.parametrize("passes", ["s", "ps", "nps"])
+def test_gradients_over_replicas_are_those_of_fsdp2(passes: str) -> None:
     """Copies on all ranks; reductions over them alone may be put off ("p")."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("r", "s"))
     models: list[Any] = []
@@ -184,15 +182,8 @@ def replicated(passes: str) -> tuple[list[str], float]:
             model.set_requires_all_reduce(kind == "s")
             backward(model, number)
         models.append(model)
-    return compare(*map(seen, models))
-
-
-@follows
-@pytest.mark.parametrize("passes", ["s", "ps", "nps"])
-def test_gradients_over_replicas_are_those_of_fsdp2(pool: RankPool, passes: str) -> None:
-    for wrong, apart in pool.run(2, replicated, passes):
-        # What waits for a bf16 gradient is rounded more often there.
-        assert not wrong and apart <= (1e-2 if "n" in passes else 0)
+    wrong, apart = compare(*map(seen, models))
+    assert not wrong and apart <= (1e-2 if "n" in passes else 0)
 
 
 def pending_dtypes(policy: dict[str, Any]) -> set[torch.dtype]:

@@ -13,7 +13,7 @@ import fullshard
 from fullshard import fully_shard, unshard_params
 from fullshard.errors import ConfigError
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 from tests.ranks.test_grad_dtype import (
     BF16,
     FP32,
@@ -29,7 +29,9 @@ from tests.ranks.test_grad_dtype import (
 )
 
 
-def any_dtype_refused() -> tuple[str, str]:
+@on_ranks(2)
+@follows
+def test_any_dtype_needs_one_to_reduce_in() -> None:
     model = make(FP32, {"inner.bias": None})
     before = type(model), dict(model.named_parameters())
     with pytest.raises(ConfigError, match="parameter bias has grad_dtype=None") as at_once:
@@ -42,16 +44,13 @@ def any_dtype_refused() -> tuple[str, str]:
     late.head.weight.grad_dtype = FP64
     backward(late, 0)
     assert late.head.weight.grad.dtype is FP64
-    return str(at_once.value), str(later.value)
+    messages = str(at_once.value), str(later.value)
+    assert all("reduce_dtype" in message for message in messages)
 
 
-@follows
-def test_any_dtype_needs_one_to_reduce_in(pool: RankPool) -> None:
-    for messages in pool.run(2, any_dtype_refused):
-        assert all("reduce_dtype" in message for message in messages)
-
-
-def set_later(layout: str) -> list[torch.dtype]:
+@on_ranks(2)
+@layouts
+def test_grad_dtype_may_be_set_on_sharded_parameters(layout: str) -> None:
     """Set on sharded parameters, before the first forward and after it."""
     model = ours(make(), layout)
     model.head.weight.grad_dtype = BF16
@@ -59,15 +58,18 @@ def set_later(layout: str) -> list[torch.dtype]:
     model.zero_grad()
     model.inner.weight.grad_dtype = BF16
     backward(model, 0)
-    return [model.head.weight.grad.dtype, model.inner.weight.grad.dtype, model.head.bias.grad.dtype]
+    found = [
+        model.head.weight.grad.dtype,
+        model.inner.weight.grad.dtype,
+        model.head.bias.grad.dtype,
+    ]
+    assert found == [BF16, BF16, FP32]
 
 
+@on_ranks(2)
+@follows
 @layouts
-def test_grad_dtype_may_be_set_on_sharded_parameters(pool: RankPool, layout: str) -> None:
-    assert pool.run(2, set_later, layout) == [[BF16, BF16, FP32]] * 2
-
-
-def survives(layout: str) -> None:
+def test_grad_dtype_survives_casts_loads_and_copies(layout: str) -> None:
     """Casts, loads, copies and moves of parameters whose gradients are fixed to fp64."""
     model = ours(make(FP32, {"head.weight": FP64, "inner.bias": FP64}), layout)
     backward(model, 0)
@@ -101,13 +103,9 @@ def survives(layout: str) -> None:
     assert (empty.head.weight.grad.dtype, empty.head.bias.grad.dtype) == (BF16, FP32)
 
 
-@follows
+@on_ranks(2)
 @layouts
-def test_grad_dtype_survives_casts_loads_and_copies(pool: RankPool, layout: str) -> None:
-    pool.run(2, survives, layout)
-
-
-def used_after_backward(layout: str) -> None:
+def test_gradients_of_another_dtype_are_clipped_stepped_and_lent(layout: str) -> None:
     """What else reads gradients: clipping, optimizers, full parameters."""
     grad_dtypes: GradDtypes = {"head.weight": BF16, "inner.weight": BF16}
     models = [ours(make(FP32, grad_dtypes), layout) for _ in range(2)]
@@ -139,14 +137,9 @@ def used_after_backward(layout: str) -> None:
     assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
 
 
-@layouts
-def test_gradients_of_another_dtype_are_clipped_stepped_and_lent(
-    pool: RankPool, layout: str
-) -> None:
-    pool.run(2, used_after_backward, layout)
-
-
-def flat_gradients(use_orig_params: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_the_flat_face_takes_parameters_with_a_grad_dtype(use_orig_params: bool) -> None:
     """As in FSDP1 one flat parameter forgets it; its own parameters have what was set on them."""
     models = [make(FP32, {"head.weight": BF16}) for _ in range(2)]
     for model in models:
@@ -168,10 +161,3 @@ def flat_gradients(use_orig_params: bool) -> None:
     dtypes = {name: p.grad.dtype for name, p in flat.named_parameters() if p.grad is not None}
     narrow = {name for name, dtype in dtypes.items() if dtype is BF16}
     assert len(narrow) == use_orig_params and all(name.endswith("head.weight") for name in narrow)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_the_flat_face_takes_parameters_with_a_grad_dtype(
-    pool: RankPool, use_orig_params: bool
-) -> None:
-    pool.run(2, flat_gradients, use_orig_params)

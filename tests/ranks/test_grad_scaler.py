@@ -24,7 +24,7 @@ from fullshard.optim import ShardedGradScaler, ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
 from tests.ranks.models import Counted, full_parameters, noise
 from tests.ranks.net import Net, batch, make, shard
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.ragged import CASES, SHAPES, param_of, placed
 from tests.ranks.test_flat import clean, wrap
 
@@ -121,7 +121,9 @@ def torch_fsdp(use_orig_params: bool) -> tuple[dict[str, Tensor], list[float]]:
         return {name: value.clone() for name, value in whole.state_dict().items()}, scales
 
 
-def beside_torch(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2, 3)
+def test_scales_and_parameters_are_those_of_torchs_fsdp(use_orig_params: bool) -> None:
     their_params, their_scales = torch_fsdp(use_orig_params)
     assert their_scales == SCALES
     assert difference(their_params, train_plain(sgd)) <= EXACT
@@ -136,15 +138,10 @@ def beside_torch(use_orig_params: bool) -> None:
         assert difference(got, train_plain(make_optimizer)) <= EXACT
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("world", [2, 3])
-def test_scales_and_parameters_are_those_of_torchs_fsdp(
-    pool: RankPool, world: int, use_orig_params: bool
-) -> None:
-    pool.run(world, beside_torch, use_orig_params)
-
-
-def everywhere(scaler_cls: type[GradScaler]) -> None:
+@pytest.mark.parametrize("scaler_cls", [ShardedGradScaler, GradScaler])
+@on_ranks(2, 4)
+def test_every_layout_mesh_and_optimizer(world: int, scaler_cls: type[GradScaler]) -> None:
+    """The plain one of torch works on sharded models as well."""
     world = dist.get_world_size()
     options: list[dict[str, Any]] = [{}, {"layout": fullshard.Ragged()}]
     if world == 4:
@@ -160,15 +157,6 @@ def everywhere(scaler_cls: type[GradScaler]) -> None:
             scaler = scaler_cls("cpu", **OPTIONS)
             assert train(model, optimizer, scaler, by_hand=by_hand, apart=apart) == SCALES
             assert difference(full_parameters(model), want) <= EXACT
-
-
-@pytest.mark.parametrize("scaler_cls", [ShardedGradScaler, GradScaler])
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_layout_mesh_and_optimizer(
-    pool: RankPool, world: int, scaler_cls: type[GradScaler]
-) -> None:
-    """The plain one of torch works on sharded models as well."""
-    pool.run(world, everywhere, scaler_cls)
 
 
 def all_kinds(bad_rank: int | None) -> None:
@@ -281,7 +269,8 @@ def test_only_ranks_of_the_group_skip(pool: RankPool) -> None:
     assert pool.run(4, pairs) == [True, True, False, False]
 
 
-def two_optimizers() -> None:
+@on_ranks(2)
+def test_each_optimizer_skips_for_itself() -> None:
     model = shard(make())
     parts = [list(model.blocks.parameters()), [model.scale, *model.head.parameters()]]
     optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
@@ -298,11 +287,8 @@ def two_optimizers() -> None:
     assert scaler.get_scale() == 4.0
 
 
-def test_each_optimizer_skips_for_itself(pool: RankPool) -> None:
-    pool.run(2, two_optimizers)
-
-
-def clipped() -> float:
+@on_ranks(3)
+def test_clipping_in_between() -> None:
     """Clipping sees gradients without the scale."""
     plain, model = make(), shard(make())
     scaler = ShardedGradScaler(init_scale=1024.0)
@@ -311,17 +297,14 @@ def clipped() -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.unscale_(optimizer)
     want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    return abs(float(clip_grad_norm_(model.parameters(), 0.01)) - float(want))
-
-
-def test_clipping_in_between(pool: RankPool) -> None:
-    assert max(pool.run(3, clipped)) <= EXACT
+    assert abs(float(clip_grad_norm_(model.parameters(), 0.01)) - float(want)) <= EXACT
 
 
 # what needs no other rank
 
 
-def sparse() -> None:
+@on_ranks(1)
+def test_sparse_gradients_are_added_up_first() -> None:
     for dtype, size, is_bad in (
         (torch.float16, 40000.0, True),  # the sum of two is too much
         (torch.float16, 20000.0, False),
@@ -345,16 +328,13 @@ def sparse() -> None:
         assert scaler.get_scale() == (8.0 if is_bad else 16.0)
 
 
-def test_sparse_gradients_are_added_up_first(pool: RankPool) -> None:
-    pool.run(1, sparse)
-
-
 class Losses(NamedTuple):
     main: Tensor
     others: list[Tensor]
 
 
-def outputs() -> None:
+@on_ranks(1)
+def test_outputs_keep_dtype_and_form() -> None:
     ours, torchs = ShardedGradScaler(init_scale=2.0), torch_scaler(init_scale=2.0)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for value in (torch.ones((), dtype=dtype), torch.ones(3, dtype=dtype)):
@@ -369,10 +349,6 @@ def outputs() -> None:
     assert type(losses) is Losses and losses.others[0] == 2.0
     off = ShardedGradScaler(enabled=False)
     assert off.scale(losses) is losses and off.get_scale() == 1.0 and off.state_dict() == {}
-
-
-def test_outputs_keep_dtype_and_form(pool: RankPool) -> None:
-    pool.run(1, outputs)
 
 
 def model_and_scaler(cls: Any, scaled: bool = True) -> tuple[torch.optim.Optimizer, Any]:
@@ -441,7 +417,8 @@ MISTAKES: dict[str, tuple[Any, type[Exception]]] = {
 }
 
 
-def mistakes() -> None:
+@on_ranks(1)
+def test_mistakes_are_those_of_torch_and_ours() -> None:
     for name, (make_it, kind) in MISTAKES.items():
         with pytest.raises(kind):
             make_it(torch_scaler)
@@ -456,11 +433,8 @@ def mistakes() -> None:
             scaler.scale(wrong)
 
 
-def test_mistakes_are_those_of_torch_and_ours(pool: RankPool) -> None:
-    pool.run(1, mistakes)
-
-
-def alone() -> None:
+@on_ranks(1, process_group=False)
+def test_alone_on_the_cpu() -> None:
     """Without a process group, and with the default device where there is none of it."""
     assert not dist.is_initialized()
     scaler = ShardedGradScaler(init_scale=8.0)
@@ -480,17 +454,14 @@ def alone() -> None:
         assert scaler.get_scale() == float(value)
 
 
-def test_alone_on_the_cpu(pool: RankPool) -> None:
-    pool.run(1, alone, process_group=False)
-
-
-def half(world_dtype: torch.dtype) -> None:
+@on_ranks(2)
+def test_gradients_in_fp16() -> None:
     """A model in fp16: what would underflow does not, and fp16 gradients are unscaled."""
     plain: Net = make().to(torch.float32)
-    model = shard(copy.deepcopy(plain).to(world_dtype))
+    model = shard(copy.deepcopy(plain).to(torch.float16))
     scaler = ShardedGradScaler(init_scale=2.0**10)
     tiny = 2.0**-20
-    loss = model(batch(0, world_dtype)).float().square().mean() * tiny
+    loss = model(batch(0, torch.float16)).float().square().mean() * tiny
     scaler.scale(loss).backward()
     plain(batch(0, torch.float32)).square().mean().backward()
     for name, param in model.named_parameters():
@@ -501,7 +472,3 @@ def half(world_dtype: torch.dtype) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0**10
-
-
-def test_gradients_in_fp16(pool: RankPool) -> None:
-    pool.run(2, half, torch.float16)

@@ -18,9 +18,8 @@ from fullshard import PerParameter, Ragged, fully_shard
 from fullshard.tensors import flat_part_of, local_part
 from tests.ranks.models import fill
 from tests.ranks.net import apart, batch, make, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
-worlds = pytest.mark.parametrize("world", [1, 2, 3])
 layouts = pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=["dims", "ragged"])
 
 
@@ -30,7 +29,9 @@ def with_gradients(layout: Any) -> Any:
     return model
 
 
-def begins_where_local_does(layout: Any) -> None:
+@on_ranks(1, 2, 3)
+@layouts
+def test_begins_where_local_does(layout: Any) -> None:
     """What compilers ask of a tensor around another one."""
     model = with_gradients(layout)
     for param in model.parameters():
@@ -41,14 +42,12 @@ def begins_where_local_does(layout: Any) -> None:
             assert local.untyped_storage().nbytes() == local.nbytes
 
 
-@worlds
-@layouts
-def test_begins_where_local_does(pool: RankPool, world: int, layout: Any) -> None:
-    pool.run(world, begins_where_local_does, layout)
-
-
-def compiled_steps(layout: Any, kind: str, backend: str) -> float:
+@on_ranks(1, 3)
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_steps(kind: str, backend: str) -> None:
     """Every position of a parameter in a unit; another graph after a step would be compiled too."""
+    layout = PerParameter()
     models = [make(), shard(make(), layout=layout)]
     classes: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     torch._dynamo.reset()
@@ -57,18 +56,17 @@ def compiled_steps(layout: Any, kind: str, backend: str) -> float:
         optimizer.step = torch.compile(optimizer.step, backend=backend)
         for number in range(3):
             step(model, optimizer, number)
-    return apart(models[1], models[0])
+    assert apart(models[1], models[0]) < 1e-12
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_steps(pool: RankPool, world: int, kind: str, backend: str) -> None:
-    assert max(pool.run(world, compiled_steps, PerParameter(), kind, backend)) < 1e-12
+def _descend(param: Tensor, grad: Tensor) -> None:
+    param.copy_(param - 0.1 * grad)
 
 
-def compiled_by_parameter(layout: Any) -> float:
+@on_ranks(1, 2, 3)
+def test_compiled_by_parameter() -> None:
     """As optimizers of torchao do it: one graph, parameter by parameter."""
+    layout = PerParameter()
     models = [make(), shard(make(), layout=layout)]
     torch._dynamo.reset()
     compiled = torch.compile(_descend, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -79,19 +77,12 @@ def compiled_by_parameter(layout: Any) -> float:
                 assert param.grad is not None
                 (compiled if model is models[1] else _descend)(param.detach(), param.grad)
                 param.grad = None
-    return apart(models[1], models[0])
+    assert apart(models[1], models[0]) < 1e-12
 
 
-def _descend(param: Tensor, grad: Tensor) -> None:
-    param.copy_(param - 0.1 * grad)
-
-
-@worlds
-def test_compiled_by_parameter(pool: RankPool, world: int) -> None:
-    assert max(pool.run(world, compiled_by_parameter, PerParameter())) < 1e-12
-
-
-def copies_and_pickles(layout: Any) -> None:
+@on_ranks(1, 2, 3)
+@layouts
+def test_copies_and_pickles(layout: Any) -> None:
     model = with_gradients(layout)
     for param in model.parameters():
         local = local_part(param.grad)
@@ -104,13 +95,9 @@ def copies_and_pickles(layout: Any) -> None:
             assert local_part(other).data_ptr() != local.data_ptr() or not local.numel()
 
 
-@worlds
-@layouts
-def test_copies_and_pickles(pool: RankPool, world: int, layout: Any) -> None:
-    pool.run(world, copies_and_pickles, layout)
-
-
-def stays_while_it_is_kept(how: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["local", "local, no grad", "detached", "view", "numpy"])
+def test_stays_while_it_is_kept(how: str) -> None:
     """Small gradients are used again in the next step, but not those that somebody has."""
     model = with_gradients(PerParameter())
     take: Any = {
@@ -132,12 +119,9 @@ def stays_while_it_is_kept(how: str) -> None:
             assert list(one.tolist()) == list(other.tolist())
 
 
-@pytest.mark.parametrize("how", ["local", "local, no grad", "detached", "view", "numpy"])
-def test_stays_while_it_is_kept(pool: RankPool, how: str) -> None:
-    pool.run(2, stays_while_it_is_kept, how)
-
-
-def neighbours_are_found(layout: Any) -> None:
+@on_ranks(2)
+@layouts
+def test_neighbours_are_found(layout: Any) -> None:
     """By one gradient, though nobody else holds the slice that it lies in."""
     model = fully_shard(nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 64)), layout=layout)
     model(torch.randn(2, 256)).sum().backward()
@@ -147,11 +131,6 @@ def neighbours_are_found(layout: Any) -> None:
         param.grad = None
     place = flat_part_of(local_part(params[0].grad))  # type: ignore[arg-type]
     assert place is not None and place.flat.numel() > place.stop
-
-
-@layouts
-def test_neighbours_are_found(pool: RankPool, layout: Any) -> None:
-    pool.run(2, neighbours_are_found, layout)
 
 
 def tensor_parallel() -> float:

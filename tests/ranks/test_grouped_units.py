@@ -23,7 +23,7 @@ from fullshard import (
 from fullshard.comm.mesh import wrapped
 from tests.ranks.models import fill, noise
 from tests.ranks.net import apart
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.recording import CollectiveCall, Recording
 
 LAYOUTS: dict[str, Any] = {"per_parameter": PerParameter(), "ragged": Ragged()}
@@ -155,7 +155,9 @@ def test_members_of_one_unit_leave_meta_together(pool: RankPool, layout: str, ro
         assert max(found) <= ROUNDING, found
 
 
-def cast_partly(layout: str) -> tuple[list[str], float]:
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_unit_that_was_cast_partly_is_refused_until_all_of_it_was(layout: str) -> None:
     """What forwards say of a unit of which a part was cast, and how it trains once all was."""
     plain = fill(Stack())
     model = grouped(copy.deepcopy(plain), layout, root=True)
@@ -169,22 +171,17 @@ def cast_partly(layout: str) -> tuple[list[str], float]:
     plain.double()
     for one in (plain, model):
         train(one, 0)
-    return said, apart(model, plain)
+    difference = apart(model, plain)
+    for message in said:
+        assert "weight torch.float64 cpu" in message
+        assert "weight torch.float32 cpu" in message
+        assert "whole sharded module" in message
+    assert difference <= ROUNDING
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_unit_that_was_cast_partly_is_refused_until_all_of_it_was(
-    pool: RankPool, layout: str
-) -> None:
-    for said, difference in pool.run(2, cast_partly, layout):
-        for message in said:
-            assert "weight torch.float64 cpu" in message
-            assert "weight torch.float32 cpu" in message
-            assert "whole sharded module" in message
-        assert difference <= ROUNDING
-
-
-def cast_wrappers(use_orig_params: bool) -> dict[str, float]:
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+def test_wrappers_are_cast_in_any_way(use_orig_params: bool) -> None:
     found = {}
     for name in ("whole", "not_recursively", "after_a_failure"):
         plain = fill(Stack())
@@ -200,16 +197,13 @@ def cast_wrappers(use_orig_params: bool) -> dict[str, float]:
             torch.optim.SGD(one.parameters(), lr=0.1).step()
             results.append(one(noise(4, 5, seed=2)))
         found[name] = (results[0] - results[1]).abs().max().item()
-    return found
+    assert max(found.values()) <= ROUNDING, found
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
-def test_wrappers_are_cast_in_any_way(pool: RankPool, use_orig_params: bool) -> None:
-    for found in pool.run(2, cast_wrappers, use_orig_params):
-        assert max(found.values()) <= ROUNDING, found
-
-
-def change_then_evaluate(change: str, layout: str) -> float:
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("change", ["cast", "tied", "loaded"])
+def test_a_change_may_be_noticed_in_inference_mode(change: str, layout: str) -> None:
     """Change a model, and use it for the first time in inference mode, then train it."""
     models = []
     for sharded in (False, True):
@@ -229,15 +223,7 @@ def change_then_evaluate(change: str, layout: str) -> float:
         for number in (1, 2):
             train(model, number)
         models.append(model)
-    return apart(models[1], models[0])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("change", ["cast", "tied", "loaded"])
-def test_a_change_may_be_noticed_in_inference_mode(
-    pool: RankPool, change: str, layout: str
-) -> None:
-    assert max(pool.run(2, change_then_evaluate, change, layout)) < ROUNDING
+    assert apart(models[1], models[0]) < ROUNDING
 
 
 class Few(nn.Module):

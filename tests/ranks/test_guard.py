@@ -23,7 +23,7 @@ from fullshard.errors import ArgumentTypeError, ConfigError, NonFiniteError
 from fullshard.optim import ShardedGradScaler, ShardedOptimizer, StepGuard, clip_grad_norm_
 from tests.ranks.models import Counted
 from tests.ranks.net import Net, batch, make, shard
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 FACES = ["per-parameter", "ragged", "offload", "flat", "originals", "tensor-parallel", "replicas"]
 
@@ -163,7 +163,9 @@ def test_all_ranks_skip_and_are_told_why(pool: RankPool, face: str) -> None:
     assert "unit (root)" in fourth
 
 
-def like_clipping(face: str) -> bool:
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["per-parameter", "flat"])
+def test_finite_steps_are_those_of_clipping(face: str) -> None:
     guarded, clipped = sharded(face), sharded(face)
     ends = []
     for model in (guarded, clipped):
@@ -181,12 +183,7 @@ def like_clipping(face: str) -> bool:
                 optimizer.step()
             optimizer.zero_grad()
         ends.append([*state_of(model, optimizer), *norms])
-    return same(*ends)
-
-
-@pytest.mark.parametrize("face", ["per-parameter", "flat"])
-def test_finite_steps_are_those_of_clipping(pool: RankPool, face: str) -> None:
-    assert all(pool.run(2, like_clipping, face))
+    assert same(*ends)
 
 
 def gives_up(max_skipped: int) -> tuple[list[bool], str, bool]:
@@ -214,7 +211,8 @@ def test_too_many_in_a_row_are_an_error_on_all_ranks(pool: RankPool, max_skipped
         assert unchanged
 
 
-def beside_a_scaler() -> tuple[list[bool], list[float], bool]:
+@on_ranks(2)
+def test_goes_with_a_grad_scaler() -> None:
     model = sharded("per-parameter")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = StepGuard(model, optimizer)
@@ -239,12 +237,8 @@ def beside_a_scaler() -> tuple[list[bool], list[float], bool]:
     with fullshard.unshard_params(model):
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         near = all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
-    return stepped, scales, near
-
-
-def test_goes_with_a_grad_scaler(pool: RankPool) -> None:
-    for result in pool.run(2, beside_a_scaler):
-        assert result == ([True, False, True], [1024.0, 512.0, 512.0], True)
+    result = stepped, scales, near
+    assert result == ([True, False, True], [1024.0, 512.0, 512.0], True)
 
 
 def only_these_ranks() -> list[bool]:
@@ -268,7 +262,8 @@ def test_ranks_of_a_group_skip_together(pool: RankPool) -> None:
     assert [result[2] for result in results] == [False, False, True, False]
 
 
-def num_collectives() -> list[int]:
+@on_ranks(2)
+def test_a_step_takes_one_collective_beside_the_norm() -> None:
     model = sharded("per-parameter")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = StepGuard(model, optimizer)
@@ -279,11 +274,7 @@ def num_collectives() -> list[int]:
         with Counted() as counted:
             guard.step(loss)
         counts.append(counted.total)
-    return counts
-
-
-def test_a_step_takes_one_collective_beside_the_norm(pool: RankPool) -> None:
-    assert pool.run(2, num_collectives) == [[2, 2]] * 2
+    assert counts == [2, 2]
 
 
 def test_refuses_bad_limits() -> None:

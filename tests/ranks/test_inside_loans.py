@@ -21,7 +21,7 @@ from fullshard.errors import BusyError
 from fullshard.flat import FullStateDictConfig, MixedPrecision, StateDictType
 from tests.ranks.models import noise
 from tests.ranks.net import batch, make
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_checkpoint_files import WAYS, plain
 
 PARALLEL = ("tp", "ragged tp")
@@ -116,7 +116,9 @@ def test_forwards_run_on_what_is_lent_without_communication(pool: RankPool, way:
         pool.run(world, runs, way)
 
 
-def runs_in_part(way: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("way", SHARDED)
+def test_units_that_are_not_lent_gather(way: str) -> None:
     """Some units are lent, others gather as ever."""
     model, twin = pair(way)
     x = noise(4, 192, seed=3)
@@ -132,11 +134,6 @@ def runs_in_part(way: str) -> None:
             equal(model(x), twin(x))
         trains_on(model, twin)
         model.eval(), twin.eval()
-
-
-@pytest.mark.parametrize("way", SHARDED)
-def test_units_that_are_not_lent_gather(pool: RankPool, way: str) -> None:
-    pool.run(2, runs_in_part, way)
 
 
 def has_states(way: str) -> None:
@@ -222,7 +219,9 @@ def test_rank_0_may_do_everything_alone(pool: RankPool, way: str) -> None:
     pool.run(4, on_rank_0, way)
 
 
-def backwards(way: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("way", SHARDED)
+def test_a_backward_is_refused_in_the_words_of_the_user(way: str) -> None:
     model, twin = pair(way)
     x = noise(4, 192, seed=3).requires_grad_()
     call = "summon_full_params" if "flat" in way else "unshard_params"
@@ -242,12 +241,9 @@ def backwards(way: str) -> None:
     trains_on(model, twin)
 
 
-@pytest.mark.parametrize("way", SHARDED)
-def test_a_backward_is_refused_in_the_words_of_the_user(pool: RankPool, way: str) -> None:
-    pool.run(2, backwards, way)
-
-
-def in_full_precision(face: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["flat", "units"])
+def test_nothing_is_cast_inside(face: str) -> None:
     """Lent parameters have their own dtype, and so has everything that is computed of them."""
     twin = make(torch.float32)
     twin.register_buffer("shift", torch.ones(6))
@@ -266,12 +262,9 @@ def in_full_precision(face: str) -> None:
     assert model(x).dtype == outside != torch.float32
 
 
-@pytest.mark.parametrize("face", ["flat", "units"])
-def test_nothing_is_cast_inside(pool: RankPool, face: str) -> None:
-    pool.run(2, in_full_precision, face)
-
-
-def sharded_state(use_orig_params: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_kinds_of_state_dicts(use_orig_params: bool) -> None:
     model = WAYS["flat" if use_orig_params else "one flat"](plain(1))
     twin = plain(1)
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -287,12 +280,9 @@ def sharded_state(use_orig_params: bool) -> None:
             model.state_dict()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_kinds_of_state_dicts(pool: RankPool, use_orig_params: bool) -> None:
-    pool.run(2, sharded_state, use_orig_params)
-
-
-def llama(folder: Path, face: str) -> None:
+@on_ranks(2, timeout_s=120.0)
+@pytest.mark.parametrize("face", ["units", "flat"])
+def test_text_is_generated_and_weights_are_saved(tmp_path: Path, face: str) -> None:
     """Generate text and save, as programs do at the end of an epoch."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -319,13 +309,8 @@ def llama(folder: Path, face: str) -> None:
                 found = model.generate(prompt, max_new_tokens=8, **options)
                 assert torch.equal(found, expected)
             if rank == 0:
-                model.save_pretrained(folder / f"{face}-{rank0_only}")
+                model.save_pretrained(tmp_path / f"{face}-{rank0_only}")
         dist.barrier()
-        again = AutoModelForCausalLM.from_pretrained(folder / f"{face}-{rank0_only}")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / f"{face}-{rank0_only}")
         assert torch.equal(again(prompt).logits, twin(prompt).logits)
     assert torch.equal(model(prompt).logits, twin(prompt).logits)
-
-
-@pytest.mark.parametrize("face", ["units", "flat"])
-def test_text_is_generated_and_weights_are_saved(pool: RankPool, tmp_path: Path, face: str) -> None:
-    pool.run(2, llama, tmp_path, face, timeout_s=120.0)

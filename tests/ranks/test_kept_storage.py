@@ -15,7 +15,7 @@ import fullshard as ours
 from fullshard import MixedPrecisionPolicy
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.net import apart, batch, make, optimizer_of, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.strict import size_in_use
 
 EXACT = 1e-12
@@ -119,7 +119,8 @@ def test_addresses_stay_with_secondary_shards(pool: RankPool) -> None:
     assert pool.run(4, train, 2, None) == [[True, 0, 0, 0.0]] * 4
 
 
-def single_units() -> list[bool]:
+@on_ranks(2, 3)
+def test_single_units_keep_their_memory() -> None:
     """Only the unit that was named; what is moved or cast is given up, and kept again later."""
     model = shard(make())
     model.blocks[0].set_keep_unsharded_storage(True, recurse=False)
@@ -134,12 +135,7 @@ def single_units() -> list[bool]:
     found.append(held_nbytes(twin) == 0 and held_nbytes(model) == unit.nbytes)
     step(twin, optimizer_of(twin))
     found.append(held_nbytes(twin) == unit.nbytes)
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_single_units_keep_their_memory(pool: RankPool, world: int) -> None:
-    assert pool.run(world, single_units) == [[True] * 5] * world
+    assert found == [True] * 5
 
 
 def sizes(kit: Any) -> list[int]:
@@ -156,13 +152,10 @@ def sizes(kit: Any) -> list[int]:
     return [int(size_in_use(whole.untyped_storage()) > 0) for whole in wholes]
 
 
-def beside() -> list[list[int]]:
-    return [sizes(ours), sizes(theirs)]
-
-
+@on_ranks(2)
 @pytest.mark.skipif(
     not hasattr(theirs.FSDPModule, "set_keep_unsharded_storage"),
     reason="PyTorch has it from 2.15 on",
 )
-def test_pytorch_keeps_the_same(pool: RankPool) -> None:
-    assert pool.run(2, beside) == [[[1, 0], [1, 0]]] * 2
+def test_pytorch_keeps_the_same() -> None:
+    assert [sizes(ours), sizes(theirs)] == [[1, 0], [1, 0]]

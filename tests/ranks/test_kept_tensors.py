@@ -20,7 +20,7 @@ from fullshard._torch import memory as _memory
 from fullshard.device import BufferKind
 from fullshard.engine.unshard import FREED
 from tests.ranks.autograd import engine_of
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 from tests.ranks.strict import left
 from tests.ranks.test_extensions import Halves
 
@@ -147,7 +147,9 @@ def goes_on_like(plain: nn.Module, model: nn.Module) -> None:
         torch.testing.assert_close(model(batch(0)), plain(batch(0)), rtol=1e-12, atol=1e-12)
 
 
-def backward_of_a_kept_graph(face: str) -> None:
+@on_ranks(2)
+@faces
+def test_a_kept_graph_is_refused(face: str) -> None:
     """Before the model's backward, after it, and after the step."""
     plain, model = model_of(Keeps), shard(model_of(Keeps), face)
     for one in (plain, model):
@@ -169,12 +171,11 @@ def backward_of_a_kept_graph(face: str) -> None:
     goes_on_like(plain, model)
 
 
+@on_ranks(2)
+@refuses
 @faces
-def test_a_kept_graph_is_refused(pool: RankPool, face: str) -> None:
-    pool.run(2, backward_of_a_kept_graph, face)
-
-
-def uses_of_a_kept_weight(face: str, block: type[Keeps]) -> None:
+@pytest.mark.parametrize("block", [KeepsLayer, KeepsView])
+def test_a_kept_parameter_and_its_views_are_refused(face: str, block: type[Keeps]) -> None:
     plain, model = model_of(block), shard(model_of(block), face)
     for one in (plain, model):
         train(one, range(2))
@@ -197,16 +198,10 @@ def uses_of_a_kept_weight(face: str, block: type[Keeps]) -> None:
     goes_on_like(plain, model)
 
 
+@on_ranks(2)
 @refuses
 @faces
-@pytest.mark.parametrize("block", [KeepsLayer, KeepsView])
-def test_a_kept_parameter_and_its_views_are_refused(
-    pool: RankPool, face: str, block: type[Keeps]
-) -> None:
-    pool.run(2, uses_of_a_kept_weight, face, block)
-
-
-def attribute_of_a_function(face: str) -> None:
+def test_so_is_an_attribute_of_a_function(face: str) -> None:
     model = shard(model_of(KeepsFunction), face)
     with left():
         loss = model(batch(2)).sum()
@@ -216,13 +211,9 @@ def attribute_of_a_function(face: str) -> None:
         loss.backward()
 
 
+@on_ranks(2)
 @refuses
-@faces
-def test_so_is_an_attribute_of_a_function(pool: RankPool, face: str) -> None:
-    pool.run(2, attribute_of_a_function, face)
-
-
-def names_what_was_read() -> None:
+def test_the_error_names_unit_and_parameters() -> None:
     model = shard(model_of(Keeps), "dtensors")
     with left():
         model(batch(0)).sum().backward()
@@ -230,12 +221,8 @@ def names_what_was_read() -> None:
             torch.autograd.grad(*blocks_of(model)[1].kept)
 
 
-@refuses
-def test_the_error_names_unit_and_parameters(pool: RankPool) -> None:
-    pool.run(2, names_what_was_read)
-
-
-def remedies() -> None:
+@on_ranks(2)
+def test_what_the_error_advises_works() -> None:
     """What the text advises gives the gradient of the unsharded model."""
     plain = model_of(Keeps)
     plain(batch(0)).sum().backward()
@@ -266,11 +253,8 @@ def remedies() -> None:
         together.backward()
 
 
-def test_what_the_error_advises_works(pool: RankPool) -> None:
-    pool.run(2, remedies)
-
-
-def keeps_storage() -> None:
+@on_ranks(2)
+def test_memory_that_is_not_freed_may_be_read() -> None:
     model = shard(model_of(Keeps), "dtensors")
     model.set_keep_unsharded_storage(True)  # type: ignore[operator,union-attr]
     with left():
@@ -285,18 +269,11 @@ def keeps_storage() -> None:
         loss.backward()
 
 
-def test_memory_that_is_not_freed_may_be_read(pool: RankPool) -> None:
-    pool.run(2, keeps_storage)
-
-
-def profiles() -> None:
+@on_ranks(2)
+def test_profilers_see_nothing_of_it() -> None:
     """A profiler that looks at the memory of all tensors finds no freed ones."""
     model = shard(model_of(Keeps), "dtensors")
     with left():
         train(model, range(1))
         with torch.profiler.profile(record_shapes=True, profile_memory=True, with_stack=True):
             train(model, range(2))
-
-
-def test_profilers_see_nothing_of_it(pool: RankPool) -> None:
-    pool.run(2, profiles)

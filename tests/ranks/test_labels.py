@@ -25,7 +25,7 @@ from fullshard.comm.ledger import ledger_of
 from fullshard.comm.protocol import Label
 from fullshard.errors import ProtocolError
 from tests.ranks.models import noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 every_transport = pytest.mark.parametrize("transport", [Transport.NATIVE, Transport.SHARED])
 
@@ -68,7 +68,10 @@ def step(model: nn.Module) -> None:
     model(noise(2, 6, seed=1, dtype=torch.float32)).sum().backward()
 
 
-def swapped_at_first(face: str, transport: Transport) -> None:
+@on_ranks(3)
+@every_transport
+@pytest.mark.parametrize("face", ["fully_shard", "flat"])
+def test_units_in_another_order_are_an_error_on_every_rank(face: str, transport: Transport) -> None:
     model, net = make(face, transport)
     net.swapped = dist.get_rank() == 1
     here, there = ("other", "one") if net.swapped else ("one", "other")
@@ -79,15 +82,8 @@ def swapped_at_first(face: str, transport: Transport) -> None:
     assert re.search(rf"\b{there} on rank", message), message
 
 
-@every_transport
-@pytest.mark.parametrize("face", ["fully_shard", "flat"])
-def test_units_in_another_order_are_an_error_on_every_rank(
-    pool: RankPool, face: str, transport: Transport
-) -> None:
-    pool.run(3, swapped_at_first, face, transport)
-
-
-def swapped_later() -> None:
+@on_ranks(2)
+def test_shared_memory_notices_another_order_in_any_step() -> None:
     model, net = make("fully_shard", Transport.SHARED)
     step(model)
     net.swapped = dist.get_rank() == 1
@@ -95,11 +91,8 @@ def swapped_later() -> None:
         step(model)
 
 
-def test_shared_memory_notices_another_order_in_any_step(pool: RankPool) -> None:
-    pool.run(2, swapped_later)
-
-
-def swapped_in_one_copy() -> None:
+@on_ranks(4)
+def test_copies_that_reduce_in_another_order_are_told() -> None:
     """The ranks of a copy agree; those that hold the same shard do not."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     model, net = make("fully_shard", Transport.SHARED, mesh)
@@ -108,11 +101,10 @@ def swapped_in_one_copy() -> None:
         step(model)
 
 
-def test_copies_that_reduce_in_another_order_are_told(pool: RankPool) -> None:
-    pool.run(4, swapped_in_one_copy)
-
-
-def differ_in(what: str, transport: Transport) -> None:
+@on_ranks(2)
+@every_transport
+@pytest.mark.parametrize("what", ["name", "shape", "dtype", "layout", "granularity", "dim"])
+def test_other_units_of_equal_size_are_an_error(what: str, transport: Transport) -> None:
     odd = dist.get_rank() == 1
     model = nn.Sequential(nn.Linear(4, 6, bias=False))
     policy = MixedPrecisionPolicy()
@@ -137,15 +129,9 @@ def differ_in(what: str, transport: Transport) -> None:
         model(x)
 
 
+@on_ranks(2)
 @every_transport
-@pytest.mark.parametrize("what", ["name", "shape", "dtype", "layout", "granularity", "dim"])
-def test_other_units_of_equal_size_are_an_error(
-    pool: RankPool, what: str, transport: Transport
-) -> None:
-    pool.run(2, differ_in, what, transport)
-
-
-def right_programs(transport: Transport) -> None:
+def test_names_may_change_and_groups_be_shared(transport: Transport) -> None:
     """What changes names, or shares units and groups, in ways that all ranks agree on."""
     with wrapped(by(transport)):
         block = fully_shard(nn.Linear(6, 6))
@@ -165,12 +151,9 @@ def right_programs(transport: Transport) -> None:
         step(fully_shard(nn.Sequential(fully_shard(nn.Linear(6, 6)), nn.Linear(6, 6))))
 
 
-@every_transport
-def test_names_may_change_and_groups_be_shared(pool: RankPool, transport: Transport) -> None:
-    pool.run(2, right_programs, transport)
-
-
-def compared_in_steps(transport: Transport) -> list[int]:
+@on_ranks(2)
+@pytest.mark.parametrize("transport", [Transport.NATIVE])
+def test_a_label_is_compared_once(transport: Transport) -> None:
     calls = []
     gather = _collectives.all_gather
 
@@ -188,21 +171,11 @@ def compared_in_steps(transport: Transport) -> list[int]:
             step(model)
             counts.append(sum(calls))
             calls.clear()
-    return counts
+    assert counts == [2, 0, 0]
 
 
-@pytest.mark.parametrize("transport", [Transport.NATIVE])
-def test_a_label_is_compared_once(pool: RankPool, transport: Transport) -> None:
-    assert (
-        pool.run(2, compared_in_steps, transport) == [[2, 0, 0]] * 2
-    )  # the root has no parameters
-
-
-def test_a_stand_in_for_a_group_is_asked_nothing(pool: RankPool) -> None:
-    pool.run(1, alone_of_many, process_group=False)
-
-
-def alone_of_many() -> None:
+@on_ranks(1, process_group=False)
+def test_a_stand_in_for_a_group_is_asked_nothing() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)

@@ -24,7 +24,7 @@ from fullshard import (
 from fullshard.checkpoint import full_state_dict
 from fullshard.optim import OwnedOptimizer, ShardedOptimizer, clip_grad_norm_
 from tests.ranks.models import fill, ids
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 EXACT = 1e-12
 
@@ -167,7 +167,8 @@ def test_a_tie_across_units_trains_as_in_the_plain_model(pool: RankPool) -> None
         assert max(found.values()) <= EXACT, found
 
 
-def refused_across_units() -> str:
+@on_ranks(2)
+def test_a_tie_across_units_that_cut_otherwise_is_refused() -> None:
     """Units with other layouts cut the two parameters in other places."""
     plain = make()
     model = ragged(copy.deepcopy(plain), apart=True)
@@ -177,16 +178,14 @@ def refused_across_units() -> str:
         loss_of(model, 0)
     model.head.weight = own
     assert abs(loss_of(model, 1) - loss_of(plain, 1)).item() <= EXACT
-    return str(caught.value)
+    message = str(caught.value)
+    assert "weight of FSDPLinear in unit head was replaced" in message
+    assert "that of unit (root)" in message
 
 
-def test_a_tie_across_units_that_cut_otherwise_is_refused(pool: RankPool) -> None:
-    for message in pool.run(2, refused_across_units):
-        assert "weight of FSDPLinear in unit head was replaced" in message
-        assert "that of unit (root)" in message
-
-
-def tied_while_unsharded(face: str) -> float:
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["per_parameter", "ragged"])
+def test_a_tie_of_unsharded_parameters_stays(face: str) -> None:
     plain = make()
     model = FACES[face](copy.deepcopy(plain), False)
     model.unshard()
@@ -195,12 +194,7 @@ def tied_while_unsharded(face: str) -> float:
     model.reshard()
     for one in (plain, model):
         train(one, PLAIN, "adam", lambda _: None, 9)
-    return abs(loss_of(model, 3) - loss_of(plain, 3)).item()
-
-
-@pytest.mark.parametrize("face", ["per_parameter", "ragged"])
-def test_a_tie_of_unsharded_parameters_stays(pool: RankPool, face: str) -> None:
-    assert max(pool.run(2, tied_while_unsharded, face)) <= EXACT
+    assert abs(loss_of(model, 3) - loss_of(plain, 3)).item() <= EXACT
 
 
 def _once_more(model: nn.Module, number: int) -> None:
@@ -223,7 +217,10 @@ MEANWHILE: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
 """What may come after a tie of parameters that stay unsharded after backward."""
 
 
-def tied_and_then(face: str, meanwhile: str) -> dict[str, float]:
+@on_ranks(2)
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+@pytest.mark.parametrize("face", ["per_parameter", "ragged"])
+def test_a_tie_of_parameters_that_stay_unsharded_is_not_undone(face: str, meanwhile: str) -> None:
     found = {}
     for change in (tie, exchange):
         plain = make()
@@ -243,16 +240,7 @@ def tied_and_then(face: str, meanwhile: str) -> dict[str, float]:
         for one in (plain, model):
             train(one, PLAIN, "adam", lambda _: None, 9)
         found[change.__name__] = abs(loss_of(model, 3) - loss_of(plain, 3)).item()
-    return found
-
-
-@pytest.mark.parametrize("meanwhile", MEANWHILE)
-@pytest.mark.parametrize("face", ["per_parameter", "ragged"])
-def test_a_tie_of_parameters_that_stay_unsharded_is_not_undone(
-    pool: RankPool, face: str, meanwhile: str
-) -> None:
-    for found in pool.run(2, tied_and_then, face, meanwhile):
-        assert max(found.values()) <= EXACT, found
+    assert max(found.values()) <= EXACT, found
 
 
 def flat(model: nn.Module, apart: bool) -> nn.Module:
@@ -260,7 +248,9 @@ def flat(model: nn.Module, apart: bool) -> nn.Module:
     return FullyShardedDataParallel(model, device_id="cpu")
 
 
-def tied_in_a_loan(face: str) -> dict[str, float]:
+@on_ranks(2)
+@pytest.mark.parametrize("face", [*FACES, "flat"])
+def test_a_tie_inside_a_loan_stays(face: str) -> None:
     found = {}
     for change in (tie, exchange):
         plain = make()
@@ -272,13 +262,7 @@ def tied_in_a_loan(face: str) -> dict[str, float]:
                     inner(one).head.weight.mul_(0.5)
             train(one, PLAIN, "adam", lambda _: None, 9)
         found[change.__name__] = abs(loss_of(model, 3) - loss_of(plain, 3)).item()
-    return found
-
-
-@pytest.mark.parametrize("face", [*FACES, "flat"])
-def test_a_tie_inside_a_loan_stays(pool: RankPool, face: str) -> None:
-    for found in pool.run(2, tied_in_a_loan, face):
-        assert max(found.values()) <= EXACT, found
+    assert max(found.values()) <= EXACT, found
 
 
 def refused_in_a_loan() -> list[str]:
@@ -310,7 +294,8 @@ def test_a_tie_inside_a_loan_that_cannot_stay_is_refused(pool: RankPool) -> None
     assert "rank0_only" in alone
 
 
-def untie() -> list[str]:
+@on_ranks(2)
+def test_a_change_of_one_place_of_a_tied_parameter_is_refused() -> None:
     """What forwards say after changes that a shard of a tied parameter cannot follow."""
     said = []
     plain = make()
@@ -326,17 +311,14 @@ def untie() -> list[str]:
         model.head.weight = old
         assert abs(loss_of(model, 1) - loss_of(plain, 1)).item() <= EXACT
         model.reshard()
-    return said
+    own, nothing = said
+    for name in ("weight of Linear", "weight of Embedding", "unit (root)"):
+        assert name in own
+    assert "by nothing" in nothing
 
 
-def test_a_change_of_one_place_of_a_tied_parameter_is_refused(pool: RankPool) -> None:
-    for own, nothing in pool.run(2, untie):
-        for name in ("weight of Linear", "weight of Embedding", "unit (root)"):
-            assert name in own
-        assert "by nothing" in nothing
-
-
-def replaced_in_a_flat_wrapper() -> list[str]:
+@on_ranks(2)
+def test_parameters_of_a_flat_wrapper_are_not_replaced_in_silence() -> None:
     said = []
     for new in ("other", "parameter"):
         model = flat(make(), False)
@@ -348,16 +330,14 @@ def replaced_in_a_flat_wrapper() -> list[str]:
             loss_of(model, 0)
         except (errors.ConfigError, TypeError) as error:
             said.append(str(error))
-    return said
+    other, parameter = said
+    assert "weight" in other
+    assert "weight of Linear in unit (root) was replaced" in parameter
 
 
-def test_parameters_of_a_flat_wrapper_are_not_replaced_in_silence(pool: RankPool) -> None:
-    for other, parameter in pool.run(2, replaced_in_a_flat_wrapper):
-        assert "weight" in other
-        assert "weight of Linear in unit (root) was replaced" in parameter
-
-
-def tie_and_go_on(face: str, folder: str) -> dict[str, float]:
+@on_ranks(2)
+@pytest.mark.parametrize("face", FACES)
+def test_a_tied_model_is_copied_saved_and_cast(face: str, tmp_path: Path) -> None:
     """What people do with a model after a late tie: casts, copies, state dicts, checkpoints."""
     found = {}
     plain = make()
@@ -376,25 +356,23 @@ def tie_and_go_on(face: str, folder: str) -> dict[str, float]:
     loss_of(model, 2).backward()
     optimizer.step()
     optimizer.zero_grad()
-    checkpoint.save(folder, step=1, model=model, optimizer=optimizer)
+    checkpoint.save(str(tmp_path / "saved"), step=1, model=model, optimizer=optimizer)
     before = loss_of(model, 3).item()
     fresh = FACES[face](make(), False)
     tie(fresh)
-    checkpoint.load(folder, model=fresh, optimizer=torch.optim.AdamW(fresh.parameters()))
+    checkpoint.load(
+        str(tmp_path / "saved"), model=fresh, optimizer=torch.optim.AdamW(fresh.parameters())
+    )
     found["loaded"] = abs(loss_of(fresh, 3).item() - before)
     for one in (plain, twin):
         one.float()
     found["cast"] = abs(loss_of(twin, 1).item() - loss_of(plain, 1).item()) * 1e-6
-    return found
+    assert max(found.values()) <= EXACT, found
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_a_tied_model_is_copied_saved_and_cast(pool: RankPool, face: str, tmp_path: Path) -> None:
-    for found in pool.run(2, tie_and_go_on, face, str(tmp_path / "saved")):
-        assert max(found.values()) <= EXACT, found
-
-
-def warned_of(face: str) -> list[list[str]]:
+@on_ranks(2)
+@pytest.mark.parametrize("face", [*FACES, "flat"])
+def test_parameters_that_are_added_later_are_told_of_once(face: str) -> None:
     """What forwards warn of after modules or parameters were added, swapped or removed."""
 
     def add_a_module(model: Any) -> None:
@@ -430,14 +408,9 @@ def warned_of(face: str) -> list[list[str]]:
                 loss_of(model, number).backward()
             said += [str(one.message) for one in caught if "was sharded" in str(one.message)]
         found.append(said)
-    return found
-
-
-@pytest.mark.parametrize("face", [*FACES, "flat"])
-def test_parameters_that_are_added_later_are_told_of_once(pool: RankPool, face: str) -> None:
-    for module, swapped, param, *others in pool.run(2, warned_of, face):
-        assert len(module) == len(swapped) == len(param) == 1
-        assert "bias of Linear, weight of Linear were added below unit " in module[0]
-        assert "weight of Linear were added" in swapped[0]
-        assert "scale of" in param[0]
-        assert others == [[]] * len(others)
+    module, swapped, param, *others = found
+    assert len(module) == len(swapped) == len(param) == 1
+    assert "bias of Linear, weight of Linear were added below unit " in module[0]
+    assert "weight of Linear were added" in swapped[0]
+    assert "scale of" in param[0]
+    assert others == [[]] * len(others)

@@ -21,7 +21,7 @@ from bench.launches import CONTENDERS, as_on_a_gpu, counted
 from fullshard.device.streams import Lanes
 from fullshard.tensors import local_part
 from tests.ranks.models import Experts, fill
-from tests.ranks.pool import RankPool, every_world
+from tests.ranks.pool import RankPool, on_ranks
 
 
 def kernels_of(layer: str, world: int) -> dict[str, int]:
@@ -90,7 +90,9 @@ def grads_of(
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
-def differing(layout: str) -> list[str]:
+@on_ranks(2, 3, 4, timeout_s=120)
+@pytest.mark.parametrize("layout", ["per-parameter", "other dim", "ragged"])
+def test_copies_for_a_device_are_exact(layout: str) -> None:
     """Cases in which copies for a device give other gradients."""
     chosen = fullshard.Ragged() if layout == "ragged" else fullshard.PerParameter()
     found = []
@@ -100,13 +102,7 @@ def differing(layout: str) -> list[str]:
             dim = int(layout == "other dim")
             if grads_of(*case, False, dim) != grads_of(*case, True, dim):
                 found.append(f"{dtypes}, {used} used")
-    return found
-
-
-@every_world
-@pytest.mark.parametrize("layout", ["per-parameter", "other dim", "ragged"])
-def test_copies_for_a_device_are_exact(pool: RankPool, world: int, layout: str) -> None:
-    assert pool.run(world, differing, layout, timeout_s=120) == [[]] * world
+    assert found == []
 
 
 @contextmanager
@@ -171,7 +167,9 @@ def test_presence_is_read_once_a_step_and_not_for_what_is_frozen(pool: RankPool,
         assert found == there * 3
 
 
-def partial_alone(both: bool) -> tuple[list[int], list[bool]]:
+@on_ranks(4)
+@pytest.mark.parametrize("both", [True, False])
+def test_partial_gradients_that_are_all_there_are_not_asked_for(both: bool) -> None:
     """The last unit runs in the passes before the last one only."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = chain(mesh=mesh)
@@ -184,17 +182,13 @@ def partial_alone(both: bool) -> tuple[list[int], list[bool]]:
         for which in (0, 1):
             model.set_requires_all_reduce(which == 1)
             model(which, 2).backward()
-    return seen, has_grads(model)
+    found = has_grads(model)
+    assert seen == ([] if both else [1])
+    assert found == [True] * 10 + [both] * 2
 
 
-@pytest.mark.parametrize("both", [True, False])
-def test_partial_gradients_that_are_all_there_are_not_asked_for(pool: RankPool, both: bool) -> None:
-    for seen, found in pool.run(4, partial_alone, both):
-        assert seen == ([] if both else [1])
-        assert found == [True] * 10 + [both] * 2
-
-
-def accumulated_in_turn() -> tuple[list[int], list[list[float]]]:
+@on_ranks(2)
+def test_gradients_that_were_asked_for_add_up() -> None:
     """Rank 1 alone uses the second expert; three backwards without zero_grad."""
     sharded, whole = chain(), fill(Chain().double())
     with reads() as seen:
@@ -206,13 +200,8 @@ def accumulated_in_turn() -> tuple[list[int], list[list[float]]]:
         (param.grad.full_tensor() - other.grad).abs().max().item()
         for param, other in zip(sharded.parameters(), whole.parameters(), strict=True)
     ]
-    return seen, apart
-
-
-def test_gradients_that_were_asked_for_add_up(pool: RankPool) -> None:
-    for seen, apart in pool.run(2, accumulated_in_turn):
-        assert seen == [3, 3, 3]
-        assert max(apart) < 1e-12
+    assert seen == [3, 3, 3]
+    assert max(apart) < 1e-12
 
 
 def hooks_and_clipping() -> list[str]:

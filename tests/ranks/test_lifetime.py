@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ranks.autograd import engine_of
 from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 
 def sharded_only(model: Net) -> object:
@@ -65,7 +65,9 @@ DEEDS = [
 ]  # fmt: skip
 
 
-def deleted(deed: Callable[[Net], Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
+def test_a_deleted_model_is_gone(deed: Callable[[Net], Any]) -> None:
     model = shard(make())
     kept = deed(model)
     unit = engine_of(model).units[0]
@@ -79,12 +81,8 @@ def deleted(deed: Callable[[Net], Any]) -> None:
     del kept
 
 
-@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
-def test_a_deleted_model_is_gone(pool: RankPool, deed: Callable[[Net], Any]) -> None:
-    pool.run(2, deleted, deed)
-
-
-def groups_end() -> None:
+@on_ranks(2)
+def test_a_destroyed_group_is_gone() -> None:
     references = []
     for number in range(3):
         group = dist.new_group(list(range(dist.get_world_size())), group_desc=f"run {number}")
@@ -95,10 +93,6 @@ def groups_end() -> None:
     gc.collect()
     alive = [reference() is not None for reference in references]
     assert not any(alive[1:]), alive  # DTensor's caches keep the first mesh that they meet
-
-
-def test_a_destroyed_group_is_gone(pool: RankPool) -> None:
-    pool.run(2, groups_end)
 
 
 def modules_are_freed() -> int:

@@ -15,7 +15,7 @@ from fullshard.checkpoint import Checkpointer, load_newest
 from fullshard.errors import ConfigError
 from tests.ranks.models import full_parameters
 from tests.ranks.net import make, optimizer_of, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 
 def on_some_ranks(what: str) -> list[str]:
@@ -117,20 +117,7 @@ def test_all_ranks_raise_if_options_differ(
         assert is_kept
 
 
-def with_other_checkpointers(folder: Path, what: str) -> str:
-    """What is raised if rank 1 has another ``Checkpointer``, or none."""
-    model, odd = shard(make()), dist.get_rank() == 1
-    keep, copies = (2 if what == "keep" and odd else 1), (2 if what == "copies" and odd else None)
-    one = Checkpointer(folder, keep=keep, copies=copies)
-    with pytest.raises(ConfigError) as caught:
-        if what == "none":
-            load_newest([] if odd else [one], model)
-        else:
-            one.save(model, step=1)
-    assert not list(folder.glob("step-*"))
-    return str(caught.value)
-
-
+@on_ranks(2, timeout_s=20.0)
 @pytest.mark.parametrize(
     ("what", "told"),
     [
@@ -139,8 +126,16 @@ def with_other_checkpointers(folder: Path, what: str) -> str:
         ("none", "rank 1 has no Checkpointer, rank 0 Checkpointer(keep=1, copies=None)"),
     ],
 )
-def test_all_ranks_raise_if_checkpointers_differ(
-    pool: RankPool, tmp_path: Path, what: str, told: str
-) -> None:
-    for said in pool.run(2, with_other_checkpointers, tmp_path, what, timeout_s=20.0):
-        assert told in said
+def test_all_ranks_raise_if_checkpointers_differ(tmp_path: Path, what: str, told: str) -> None:
+    """What is raised if rank 1 has another ``Checkpointer``, or none."""
+    model, odd = shard(make()), dist.get_rank() == 1
+    keep, copies = (2 if what == "keep" and odd else 1), (2 if what == "copies" and odd else None)
+    one = Checkpointer(tmp_path, keep=keep, copies=copies)
+    with pytest.raises(ConfigError) as caught:
+        if what == "none":
+            load_newest([] if odd else [one], model)
+        else:
+            one.save(model, step=1)
+    assert not list(tmp_path.glob("step-*"))
+    said = str(caught.value)
+    assert told in said

@@ -23,7 +23,7 @@ from fullshard.comm.c10d import C10d, Transport
 from fullshard.frontend.ownership import unit_of
 from fullshard.tensors import RaggedShard
 from tests.ranks.models import GPT, fill, full_parameters, ids
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_counts import recordings
 from tests.ranks.test_parity import batches, check, make, shard, train, vocab
 from tests.recording import Recording
@@ -103,7 +103,9 @@ def test_equal_it_with_the_reduction_over_replicas_put_off(
     check(results, 1e-12, 1e-12)
 
 
-def beside_torch(shape: tuple[int, ...], reshard: Any) -> float:
+@on_ranks(4)
+@pytest.mark.parametrize(("shape", "reshard"), [((2, 2), None), ((2, 2), False), ((4,), 2)])
+def test_equals_torch(shape: tuple[int, ...], reshard: Any) -> None:
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -114,15 +116,11 @@ def beside_torch(shape: tuple[int, ...], reshard: Any) -> float:
         shard(model, reshard, partial(fully_shard, mesh=mesh_of(*shape)))
         found.append(train(model, steps, rank, world, sync_always=True)[1])
     ours, theirs = found
-    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) <= 1e-12
 
 
-@pytest.mark.parametrize(("shape", "reshard"), [((2, 2), None), ((2, 2), False), ((4,), 2)])
-def test_equals_torch(pool: RankPool, shape: tuple[int, ...], reshard: Any) -> None:
-    assert max(pool.run(4, beside_torch, shape, reshard)) <= 1e-12
-
-
-def placements_on_two_dims() -> list[tuple[Any, Any]]:
+@on_ranks(4)
+def test_parameters_are_placed_on_both_dims() -> None:
     model = nn.Linear(5, 3)
     mesh = mesh_of(2, 2)
     fullshard.fully_shard(model, mesh=mesh)
@@ -131,14 +129,10 @@ def placements_on_two_dims() -> list[tuple[Any, Any]]:
     model(torch.ones(2, 5)).sum().backward()
     shown = [model.weight, model.weight.grad, ragged.weight]
     assert all(isinstance(tensor, DTensor) and tensor.device_mesh is mesh for tensor in shown)
-    return [tensor.placements for tensor in shown if isinstance(tensor, DTensor)]
-
-
-def test_parameters_are_placed_on_both_dims(pool: RankPool) -> None:
-    for param, grad, ragged in pool.run(4, placements_on_two_dims):
-        assert param == grad == (Replicate(), Shard(0))
-        assert ragged[0] == Replicate()
-        assert isinstance(ragged[1], RaggedShard)
+    param, grad, ragged = [tensor.placements for tensor in shown if isinstance(tensor, DTensor)]
+    assert param == grad == (Replicate(), Shard(0))
+    assert ragged[0] == Replicate()
+    assert isinstance(ragged[1], RaggedShard)
 
 
 class Branches(nn.Module):
@@ -222,7 +216,8 @@ def test_partial_gradients_of_a_unit_that_the_last_pass_skips(pool: RankPool) ->
     assert results[0][1] == 2.0
 
 
-def no_partial_gradients_after_reset() -> float:
+@on_ranks(4)
+def test_reset_forgets_partial_gradients() -> None:
     model: Any = Branches()
     fullshard.fully_shard(model, mesh=mesh_of(2, 2))
     model.set_requires_all_reduce(False)
@@ -231,14 +226,11 @@ def no_partial_gradients_after_reset() -> float:
     model.set_requires_all_reduce(True)
     model("a").backward()
     grad: Any = model.a.grad
-    return grad.full_tensor().mean().item()
+    assert grad.full_tensor().mean().item() == 2.5
 
 
-def test_reset_forgets_partial_gradients(pool: RankPool) -> None:
-    assert pool.run(4, no_partial_gradients_after_reset) == [2.5] * 4
-
-
-def partial_in_bf16() -> float:
+@on_ranks(4)
+def test_partial_gradients_add_up_in_the_dtype_of_reduction() -> None:
     """256 + 1 + 1: sums of what waits are made in the dtype of reduction."""
     model: Any = nn.Linear(1, 4, bias=False)
     policy = fullshard.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
@@ -246,11 +238,7 @@ def partial_in_bf16() -> float:
     for number, factor in enumerate((256.0, 1.0, 1.0)):
         model.set_requires_all_reduce(number == 2)
         model(torch.full((1, 1), factor)).sum().backward()
-    return model.weight.grad.full_tensor().max().item()
-
-
-def test_partial_gradients_add_up_in_the_dtype_of_reduction(pool: RankPool) -> None:
-    assert pool.run(4, partial_in_bf16) == [258.0] * 4
+    assert model.weight.grad.full_tensor().max().item() == 258.0
 
 
 def divided(shape: tuple[int, ...], factor: float, reduce_dtype: Any, put_off: bool) -> float:
@@ -300,8 +288,12 @@ def test_secondary_shards_of_what_is_cut_on_other_dims(pool: RankPool) -> None:
     check(results, 1e-12, 1e-12)
 
 
-def shown_after_forward() -> bool:
-    """Sizes that divide by nothing; what modules show between forward and backward is right."""
+@on_ranks(4)
+def test_full_tensor_is_right_between_forward_and_backward() -> None:
+    """PyTorch puts uneven ones together wrongly.
+
+    Sizes that divide by nothing; what modules show between forward and backward is right.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
     expected = [param.detach().clone() for param in model.parameters()]
@@ -311,15 +303,11 @@ def shown_after_forward() -> bool:
     shown: Any = list(model.parameters())
     right = all(torch.equal(p.full_tensor(), e) for p, e in zip(shown, expected, strict=True))
     loss.backward()
-    return right and all(p.grad is not None for p in model.parameters())
+    assert right and all(p.grad is not None for p in model.parameters())
 
 
-def test_full_tensor_is_right_between_forward_and_backward(pool: RankPool) -> None:
-    """PyTorch puts uneven ones together wrongly."""
-    assert all(pool.run(4, shown_after_forward))
-
-
-def stepped_between() -> tuple[bool, bool]:
+@on_ranks(4)
+def test_secondary_shards_are_never_stale() -> None:
     """The weights change while slices of the old ones are kept."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -334,11 +322,7 @@ def stepped_between() -> tuple[bool, bool]:
     model(torch.ones(1, 4)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.0).step()
     second = model(torch.ones(1, 4)).sum().item()
-    return first == 84.0, second == 84.0
-
-
-def test_secondary_shards_are_never_stale(pool: RankPool) -> None:
-    assert pool.run(4, stepped_between) == [(True, True)] * 4
+    assert (first == 84.0, second == 84.0) == (True, True)
 
 
 def counts(shape: tuple[int, ...], reshard: Any, all_reduce: bool = True) -> list[dict[str, Any]]:
@@ -373,8 +357,10 @@ def test_backward_gathers_among_the_smaller_group(pool: RankPool) -> None:
         assert result == [{"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 1}] * 4
 
 
-def compare_with_comm_debug_mode(shape: tuple[int, int]) -> tuple[Counter[str], Counter[str]]:
+@on_ranks(4)
+def test_counts_agree_with_comm_debug_mode() -> None:
     """What we recorded, and what PyTorch's own observer saw."""
+    shape = (2, 2)
     made: list[Recording] = []
 
     def record(inner: comm.Collectives) -> comm.Collectives:
@@ -394,19 +380,16 @@ def compare_with_comm_debug_mode(shape: tuple[int, int]) -> tuple[Counter[str], 
         GPT.loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
     ours = Counter(call.kind for recording in made for call in recording.calls)
     seen = {str(op).split(".")[-1]: times for op, times in observer.get_comm_counts().items()}
-    return ours, Counter(seen)
-
-
-def test_counts_agree_with_comm_debug_mode(pool: RankPool) -> None:
-    for ours, seen in pool.run(4, compare_with_comm_debug_mode, (2, 2)):
-        assert ours == {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 4}
-        assert seen == {"_allgather_base_": 7, "_reduce_scatter_base_": 4, "allreduce_": 4}
+    seen = Counter(seen)
+    assert ours == {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 4}
+    assert seen == {"_allgather_base_": 7, "_reduce_scatter_base_": 4, "allreduce_": 4}
 
 
 # other ways to name a mesh
 
 
-def meshes_of_groups() -> float:
+@on_ranks(4)
+def test_meshes_from_groups_and_equal_but_distinct_ones() -> None:
     """Groups that the user made; and one equal mesh for each unit, none of them the same object."""
     rank = dist.get_rank()
     ranks = torch.arange(4).view(2, 2)
@@ -431,11 +414,7 @@ def meshes_of_groups() -> float:
         GPT.loss(one(tokens[:, :-1]), tokens[:, 1:]).backward()
         norms.append(fullshard.optim.grad_norm(one.parameters()))
     assert torch.allclose(*norms, rtol=1e-12)  # no mesh is in the way of another
-    return max((found[n] - expected[n]).abs().max().item() for n in expected)
-
-
-def test_meshes_from_groups_and_equal_but_distinct_ones(pool: RankPool) -> None:
-    assert max(pool.run(4, meshes_of_groups)) <= 1e-12
+    assert max((found[n] - expected[n]).abs().max().item() for n in expected) <= 1e-12
 
 
 def replicated_only(policy: Any, reshard: Any) -> tuple[float, list[Any]]:
@@ -518,7 +497,10 @@ def train_mixture(model: nn.Module, rank: int, world: int) -> list[Tensor]:
     return [*norms, *full_parameters(model).values()]
 
 
-def experts_elsewhere(layout: Any, torch_info: bool) -> float:
+@on_ranks(4)
+@pytest.mark.parametrize("torch_info", [False, True])
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+def test_experts_on_another_mesh(layout: Any, torch_info: bool) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
     torch.manual_seed(0)
@@ -538,13 +520,8 @@ def experts_elsewhere(layout: Any, torch_info: bool) -> float:
     found = train_mixture(model, dist.get_rank(), 4)
     assert model.blocks[0].experts.device_mesh == flat
     assert model.blocks[0].router.weight.device_mesh == dense
-    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("torch_info", [False, True])
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
-def test_experts_on_another_mesh(pool: RankPool, layout: Any, torch_info: bool) -> None:
-    assert max(pool.run(4, experts_elsewhere, layout, torch_info)) <= 1e-12
+    found = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+    assert found <= 1e-12
 
 
 class ParallelExperts(Experts):
@@ -567,7 +544,9 @@ def gathered(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-def expert_parallel(layout: Any) -> float:
+@on_ranks(4)
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+def test_expert_parallel_parameters(layout: Any) -> None:
     """Experts are cut over "ep", then over "edp"; the rest over all ranks."""
     torch.manual_seed(0)
     reference = Mixture(num_experts=4).double()
@@ -589,12 +568,8 @@ def expert_parallel(layout: Any) -> float:
         block.set_gradient_divide_factor(4)  # experts are reduced over two ranks only
     fullshard.fully_shard(model, mesh=everyone, layout=layout)
     found = train_mixture(model, dist.get_rank(), 4)
-    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
-def test_expert_parallel_parameters(pool: RankPool, layout: Any) -> None:
-    assert max(pool.run(4, expert_parallel, layout)) <= 1e-12
+    found = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+    assert found <= 1e-12
 
 
 # tied across units
@@ -612,7 +587,9 @@ class TiedEnds(nn.Module):
         return self.head(torch.tanh(self.body(self.embed(tokens))))
 
 
-def hoisted(layout: Any) -> float:
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@on_ranks(2, 3)
+def test_a_tied_parameter_that_inner_calls_ignore_is_hoisted(world: int, layout: Any) -> None:
     """The unit of the head leaves the weight to the root, which stands around it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     steps = batches("odd", world, 1)
@@ -625,15 +602,7 @@ def hoisted(layout: Any) -> float:
     found = train(model, steps, rank, world, sync_always=True)[1]
     assert model.head.weight is model.embed.weight
     assert isinstance(model.head.weight, DTensor)
-    return max((found[n] - expected[n]).abs().max().item() for n in expected)
-
-
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_tied_parameter_that_inner_calls_ignore_is_hoisted(
-    pool: RankPool, world: int, layout: Any
-) -> None:
-    assert max(pool.run(world, hoisted, layout)) <= 1e-12
+    assert max((found[n] - expected[n]).abs().max().item() for n in expected) <= 1e-12
 
 
 def ignored_by_both(spare: bool) -> tuple[float, bool]:
@@ -662,7 +631,9 @@ def test_a_tied_parameter_that_all_inner_calls_ignore_is_the_outer_ones(
         assert as_wanted
 
 
-def cast_while_waiting(kind: str) -> float:
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["gradient_sync", "all_reduce"])
+def test_gradients_that_wait_survive_a_cast(kind: str) -> None:
     """Two passes before a cast and one after it: the gradient is that of all three."""
     model: Any = nn.Linear(1, 3, bias=False)
     fullshard.fully_shard(model, mesh=mesh_of(2, 2))
@@ -675,12 +646,7 @@ def cast_while_waiting(kind: str) -> float:
     model(torch.full((1, 1), 4.0, dtype=torch.float64)).sum().backward()
     grad: Tensor = model.weight.grad.full_tensor()
     assert grad.dtype is torch.float64
-    return grad[0].item()
-
-
-@pytest.mark.parametrize("kind", ["gradient_sync", "all_reduce"])
-def test_gradients_that_wait_survive_a_cast(pool: RankPool, kind: str) -> None:
-    assert pool.run(4, cast_while_waiting, kind) == [7.0] * 4
+    assert grad[0].item() == 7.0
 
 
 def secondary_timeout() -> float:
@@ -716,18 +682,15 @@ def test_ranks_outside_of_the_mesh_are_told(pool: RankPool) -> None:
     assert all("not in" in message for message in pool.run(4, outside_of_the_mesh))
 
 
-def tied_without_asking() -> str:
+@on_ranks(2)
+def test_a_tie_across_units_is_explained_at_the_call() -> None:
+    """PyTorch notices at the first forward."""
     model = TiedEnds()
     fullshard.fully_shard(model.head)
     before = dict(model.named_parameters())
     with pytest.raises(errors.ConfigError) as caught:
         fullshard.fully_shard(model)
     assert dict(model.named_parameters()) == before
-    return str(caught.value)
-
-
-def test_a_tie_across_units_is_explained_at_the_call(pool: RankPool) -> None:
-    """PyTorch notices at the first forward."""
-    for message in pool.run(2, tied_without_asking):
-        assert "embed.weight" in message
-        assert "ignored_params" in message
+    message = str(caught.value)
+    assert "embed.weight" in message
+    assert "ignored_params" in message

@@ -32,7 +32,7 @@ from fullshard.comm.mesh import wrapped
 from fullshard.errors import ConfigError, LostRankError, PeerError
 from fullshard.tensors.form import clean_name
 from tests.ranks.models import fill, full_parameters, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_autograd_failures import Fuse, Trouble
 
 LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
@@ -324,7 +324,8 @@ def test_another_exception_is_raised_and_told(pool: RankPool) -> None:
         assert said.startswith("PeerError: rank 1 failed: tests.ranks.test_autograd_failures.Troub")
 
 
-def frees() -> None:
+@on_ranks(2)
+def test_what_was_computed_is_freed_before_a_step_begins_again() -> None:
     """Look, when a step begins again, at what the attempt before has left."""
     model = tower("rows")
     inner = inside(model)
@@ -340,11 +341,8 @@ def frees() -> None:
     assert alive == [0, 0, 0]
 
 
-def test_what_was_computed_is_freed_before_a_step_begins_again(pool: RankPool) -> None:
-    pool.run(2, frees)
-
-
-def adds() -> None:
+@on_ranks(2)
+def test_gradients_of_before_are_added_to() -> None:
     """Gradients of before stay, whether a step begins again or not."""
     model = tower("ragged")
     whole = tower("plain")
@@ -362,11 +360,9 @@ def adds() -> None:
             torch.testing.assert_close(param.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_of_before_are_added_to(pool: RankPool) -> None:
-    pool.run(2, adds)
-
-
-def loses(comes: bool) -> None:
+@on_ranks(2, timeout_s=20)
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rank_that_is_lost_is_raised_and_not_met_again(comes: bool) -> None:
     """Rank 1 is lost after a good step, before or while rank 0 agrees with it on the next."""
     model, group = tower("rows"), dist.group.WORLD
     microbatches, batch = Microbatches(model), batch_of(0, dist.get_rank(), [4])
@@ -393,11 +389,6 @@ def loses(comes: bool) -> None:
     with pytest.raises(LostRankError, match="rank 1 ended"):
         microbatches.backward(compute, batch)
     assert era.error is not None and ledger.era is era  # nothing was issued later
-
-
-@pytest.mark.parametrize("comes", [True, False])
-def test_a_rank_that_is_lost_is_raised_and_not_met_again(pool: RankPool, comes: bool) -> None:
-    pool.run(2, loses, comes, timeout_s=20)
 
 
 def without_rows() -> str:

@@ -36,7 +36,7 @@ from fullshard.optim import Muon, StepGuard, clip_grad_norm_
 from fullshard.tensors.form import clean_name
 from tests.ranks.models import fill
 from tests.ranks.muon import BY_MUON, Model, Reference, backward
-from tests.ranks.pool import RankError, RankPool
+from tests.ranks.pool import RankError, RankPool, on_ranks
 
 LR, ADAMW = 0.02, {"lr": 0.01, "weight_decay": 0.125}
 EXACT = 1e-12
@@ -256,7 +256,8 @@ def test_it_goes_on_in_another_world(
     assert max(pool.run(after[0], goes_on, after[1], folder, state)) <= EXACT
 
 
-def guards() -> tuple[bool, bool, float, float]:
+@on_ranks(2)
+def test_guards_and_copies() -> None:
     """A step that is skipped, and copies of model and optimizer."""
     model, rank, world = sharded("per_parameter")
     optimizer = muon(model)
@@ -271,17 +272,14 @@ def guards() -> tuple[bool, bool, float, float]:
     trained(model, optimizer, range(1, 3), rank, world)
     trained(copied, its, range(1, 3), rank, world)
     plain, _ = unsharded(3)
-    return skipped, is_same, max(gaps(model, plain).values()), max(gaps(copied, plain).values())
+    gap, copied = max(gaps(model, plain).values()), max(gaps(copied, plain).values())
+    assert not skipped and is_same
+    assert gap <= EXACT
+    assert copied <= EXACT
 
 
-def test_guards_and_copies(pool: RankPool) -> None:
-    for skipped, is_same, gap, copied in pool.run(2, guards):
-        assert not skipped and is_same
-        assert gap <= EXACT
-        assert copied <= EXACT
-
-
-def frozen_and_absent() -> float:
+@on_ranks(3)
+def test_frozen_and_absent_gradients() -> None:
     """A layer that is frozen for a while, and one without gradients in a step."""
     models = [sharded("ragged")[0], made()]
     model, plain = models
@@ -296,11 +294,7 @@ def frozen_and_absent() -> float:
                     one.layers[2].up.grad = None
                 optimizer.step()
                 one.zero_grad()
-    return max(gaps(model, plain).values())
-
-
-def test_frozen_and_absent_gradients(pool: RankPool) -> None:
-    assert max(pool.run(3, frozen_and_absent)) <= EXACT
+    assert max(gaps(model, plain).values()) <= EXACT
 
 
 def state_is_placed_at_owners() -> list[int]:
@@ -319,21 +313,19 @@ def test_each_momentum_is_at_its_owner_only(pool: RankPool) -> None:
     assert both == [sizes[name] for name in sorted(BY_MUON)]
 
 
-def by_pytorch(kind: str) -> float:
+@on_ranks(2)
+def test_state_goes_through_pytorchs_state_dicts() -> None:
     """State goes through PyTorch's functions for state dicts, to an optimizer that has stepped."""
-    model, rank, world = sharded(kind)
+    model, rank, world = sharded("per_parameter")
     optimizer, other = muon(model), Muon(model, lr=7.0)
     trained(model, optimizer, range(2), rank, world)
     set_optimizer_state_dict(model, other, get_optimizer_state_dict(model, optimizer))
     trained(model, other, range(2, 4), rank, world)
-    return max(gaps(model, unsharded(4)[0]).values())
+    assert max(gaps(model, unsharded(4)[0]).values()) <= EXACT
 
 
-def test_state_goes_through_pytorchs_state_dicts(pool: RankPool) -> None:
-    assert max(pool.run(2, by_pytorch, "per_parameter")) <= EXACT
-
-
-def from_meta() -> float:
+@on_ranks(2)
+def test_parameters_may_be_on_meta_at_first() -> None:
     """Built, sharded and given to the optimizer before there is any memory."""
     with torch.device("meta"):
         model: Any = Model(tied=True).double()
@@ -344,11 +336,7 @@ def from_meta() -> float:
     model.to_empty(device="cpu")
     load_full_state_dict(model, made().state_dict())
     trained(model, optimizer, range(2), dist.get_rank(), dist.get_world_size())
-    return max(gaps(model, unsharded(2)[0]).values())
-
-
-def test_parameters_may_be_on_meta_at_first(pool: RankPool) -> None:
-    assert max(pool.run(2, from_meta)) <= EXACT
+    assert max(gaps(model, unsharded(2)[0]).values()) <= EXACT
 
 
 def flat_parameters() -> None:
