@@ -24,7 +24,7 @@ from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
 from tests.ranks.models import fill, full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 
 face = sys.modules["fullshard.frontend.fully_shard"]  # the function hides the module
 LAYOUTS = {"per-parameter": PerParameter(), "ragged": Ragged()}
@@ -101,7 +101,9 @@ def accumulating(model: Any) -> None:
         model.reshard()
 
 
-def all_trainings(pinned: bool) -> None:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("pinned", [True, False])
+def test_trains_as_without(pinned: bool) -> None:
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for train in (steps, accumulating):
         for layout in LAYOUTS.values():
@@ -110,13 +112,8 @@ def all_trainings(pinned: bool) -> None:
     same_training(steps, pinned, reshard_after_forward=False)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("pinned", [True, False])
-def test_trains_as_without(pool: RankPool, world: int, pinned: bool) -> None:
-    pool.run(world, all_trainings, pinned)
-
-
-def with_replicas() -> None:
+@on_ranks(4)
+def test_with_replicas_and_secondary_shards() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
     for layout in LAYOUTS.values():
         same_training(steps, True, mesh=mesh, layout=layout)
@@ -124,11 +121,9 @@ def with_replicas() -> None:
     same_training(steps, True, mesh=flat, reshard_after_forward=2)
 
 
-def test_with_replicas_and_secondary_shards(pool: RankPool) -> None:
-    pool.run(4, with_replicas)
-
-
-def crossings_of(layout: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_copy_a_bucket_each_way(layout: str) -> None:
     """Cast first, one copy a bucket each way."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with a_bus() as crossings:
@@ -148,12 +143,8 @@ def crossings_of(layout: str) -> None:
         assert param.grad is not None and param.grad.dtype is torch.float32
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_copy_a_bucket_each_way(pool: RankPool, layout: str) -> None:
-    pool.run(2, crossings_of, layout)
-
-
-def big_pieces() -> None:
+@on_ranks(2)
+def test_a_shard_in_parts_comes_in_one_copy() -> None:
     """Some parameters are gathered in place, others staged: the shard still comes in one copy."""
     with a_bus() as crossings:
         model = fill(nn.Linear(600, 500).double())
@@ -167,10 +158,6 @@ def big_pieces() -> None:
         assert torch.equal(model.weight.full_tensor(), expected)  # type: ignore[attr-defined]
         model.unshard()  # type: ignore[operator]
         assert torch.equal(model.weight, expected)
-
-
-def test_a_shard_in_parts_comes_in_one_copy(pool: RankPool) -> None:
-    pool.run(2, big_pieces)
 
 
 class Event:
@@ -204,7 +191,9 @@ def test_the_host_waits_before_it_writes_again() -> None:
     assert torch.equal(target, shard_)
 
 
-def nothing_to_do_on_a_cpu() -> None:
+@on_ranks(2)
+def test_nothing_to_do_on_a_cpu() -> None:
+    """Where PyTorch 2.13 refuses pinned memory on a machine without an accelerator."""
     plain = shard(make())
     for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
         model = shard(make(), offload_policy=policy)
@@ -217,12 +206,8 @@ def nothing_to_do_on_a_cpu() -> None:
     shard(make(), offload_policy=theirs)
 
 
-def test_nothing_to_do_on_a_cpu(pool: RankPool) -> None:
-    """Where PyTorch 2.13 refuses pinned memory on a machine without an accelerator."""
-    pool.run(2, nothing_to_do_on_a_cpu)
-
-
-def meta_and_state() -> None:
+@on_ranks(2)
+def test_meta_and_state_dicts() -> None:
     """Meta initialisation, a load and a saved dict, all on the host."""
     with a_bus(), torch.device("meta"):
         model: Any = shard(Net().double())
@@ -232,7 +217,3 @@ def meta_and_state() -> None:
         model.load_state_dict(other.state_dict())
         assert apart(model, other) == 0.0
         assert torch.equal(model(batch()), other(batch()))
-
-
-def test_meta_and_state_dicts(pool: RankPool) -> None:
-    pool.run(2, meta_and_state)

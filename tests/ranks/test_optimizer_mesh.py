@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from fullshard.errors import ConfigError
 from fullshard.optim import ShardedOptimizer
 from tests.ranks.models import noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.ragged import CASES, CUT, placed, ragged, strided, whole_of
 from tests.ranks.test_state import shared_folder
 
@@ -143,7 +143,11 @@ def all_stepped(form: str, *, shift: int) -> tuple[Model, Optimizer]:
     return model, optimizer
 
 
-def through_a_checkpoint(source: str) -> None:
+@on_ranks(4, timeout_s=120)
+@pytest.mark.parametrize(
+    "source", ["hsdp", "rows", "copies", "two_tp", "dtensor_hsdp", "dtensor_tp"]
+)
+def test_checkpoints_go_from_any_mesh_to_any_other(source: str) -> None:
     folder = shared_folder()
     model, optimizer = all_stepped(source, shift=0)
     states = dcp_state.get_state_dict(model, optimizer)
@@ -159,14 +163,8 @@ def through_a_checkpoint(source: str) -> None:
         check_same(fresh, model, its, optimizer)
 
 
-@pytest.mark.parametrize(
-    "source", ["hsdp", "rows", "copies", "two_tp", "dtensor_hsdp", "dtensor_tp"]
-)
-def test_checkpoints_go_from_any_mesh_to_any_other(pool: RankPool, source: str) -> None:
-    pool.run(4, through_a_checkpoint, source, timeout_s=120)
-
-
-def otherwise_placed() -> None:
+@on_ranks(4)
+def test_gradients_may_lie_otherwise() -> None:
     """Gradients that lie otherwise are brought to their parameters, on the same mesh."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole, grad = noise(5, 3), noise(5, 3, seed=1)
@@ -195,7 +193,3 @@ def otherwise_placed() -> None:
     elsewhere.grad = placed(grad, mesh, [Shard(0), Shard(1)])
     with pytest.raises(ConfigError, match=r"mesh of shape \(4, 1\)"):
         there.step()
-
-
-def test_gradients_may_lie_otherwise(pool: RankPool) -> None:
-    pool.run(4, otherwise_placed)

@@ -27,7 +27,7 @@ from fullshard.optim import OwnedOptimizer, ShardedGradScaler, StepGuard, clip_g
 from fullshard.optim.owned.assign import Ranks, placement_of
 from fullshard.tensors import local_part, shown_like
 from tests.ranks.models import fill, full_parameters, ids, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_tensor_parallel import VOCAB, parallelize
 from tests.ranks.test_tensor_parallel import Net as Parallel
 from tests.ranks.test_tensor_parallel import shard as shard_parallel
@@ -293,7 +293,10 @@ def test_resumes_on_another_world(
     pool.run(other_world, goes_on, str(tmp_path), kind, other_face, with_blocks)
 
 
-def takes_the_state_of_the_class(kind: str, face: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["adafactor", "whitening"])
+@pytest.mark.parametrize("face", ["per_parameter", "ragged", "flat"])
+def test_state_is_that_of_the_class(kind: str, face: str) -> None:
     reference = Reference(kind, vectors=True)
     for step in range(3):
         reference.step(grads_of(step, reference.net))
@@ -315,12 +318,6 @@ def takes_the_state_of_the_class(kind: str, face: str) -> None:
     copied_model, copied = copy.deepcopy((model, optimizer))
     if face != "flat":  # a copied piece is no longer known as one
         train_some(copied, reference, copied_model, 6)
-
-
-@pytest.mark.parametrize("kind", ["adafactor", "whitening"])
-@pytest.mark.parametrize("face", ["per_parameter", "ragged", "flat"])
-def test_state_is_that_of_the_class(pool: RankPool, kind: str, face: str) -> None:
-    pool.run(2, takes_the_state_of_the_class, kind, face)
 
 
 # Training
@@ -491,7 +488,8 @@ def wrong_blocks(name: str, shape: tuple[int, ...]) -> Any:
     return (1, 1) if name == "experts" else None
 
 
-def tells() -> list[str]:
+@on_ranks(2)
+def test_work_of_every_rank_is_told_once() -> None:
     model = Net()
     said: list[str] = []
     handler = logging.Handler()
@@ -505,16 +503,12 @@ def tells() -> list[str]:
             optimizer.step()
     finally:
         log.removeHandler(handler)
-    return said
+    assert len(said) == 1
+    assert "plain tensors" in said[0]
 
 
-def test_work_of_every_rank_is_told_once(pool: RankPool) -> None:
-    for said in pool.run(2, tells):
-        assert len(said) == 1
-        assert "plain tensors" in said[0]
-
-
-def replicated() -> None:
+@on_ranks(2)
+def test_replicas_share_the_work() -> None:
     """Each replica has everything, and each steps its share."""
     reference = Reference("whitening", vectors=True)
     model = FSDP(Net(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -524,11 +518,16 @@ def replicated() -> None:
     assert owners == {0, 1}
 
 
-def test_replicas_share_the_work(pool: RankPool) -> None:
-    pool.run(2, replicated)
+def train_some_of(optimizer: Any, reference: Reference, model: nn.Module, skip: str) -> None:
+    for step in range(3):
+        grads = {name: grad for name, grad in grads_of(step, reference.net).items() if name != skip}
+        reference.step(grads)
+        give(model, grads)
+        optimizer.step()
 
 
-def edits() -> None:
+@on_ranks(2)
+def test_state_may_be_edited_and_groups_added() -> None:
     """State edited in place, cleared, and groups that are added."""
     reference = Reference("whitening", vectors=True)
     model = sharded(Net(), "ragged")
@@ -546,18 +545,6 @@ def edits() -> None:
     optimizer.state[weight].clear()
     reference.optimizer.state[its].clear()
     train_some(optimizer, reference, model, 9)
-
-
-def train_some_of(optimizer: Any, reference: Reference, model: nn.Module, skip: str) -> None:
-    for step in range(3):
-        grads = {name: grad for name, grad in grads_of(step, reference.net).items() if name != skip}
-        reference.step(grads)
-        give(model, grads)
-        optimizer.step()
-
-
-def test_state_may_be_edited_and_groups_added(pool: RankPool) -> None:
-    pool.run(2, edits)
 
 
 # Classes with habits of their own
@@ -584,7 +571,8 @@ class Late(Optimizer):
                 param.add_(param.grad / param.grad.norm(), alpha=-group["lr"] / group["count"])
 
 
-def late() -> None:
+@on_ranks(2)
+def test_state_may_come_late_and_groups_may_count() -> None:
     net = Net()
     reference = Late(net.parameters())
     model = sharded(Net(), "per_parameter")
@@ -605,11 +593,9 @@ def late() -> None:
     assert len(full) == len(reference.state) > 0
 
 
-def test_state_may_come_late_and_groups_may_count(pool: RankPool) -> None:
-    pool.run(2, late)
-
-
-def from_meta(face: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["per_parameter", "ragged"])
+def test_parameters_may_be_on_meta_at_first(face: str) -> None:
     """Built before there is memory; the state is known to torch's own functions."""
     reference = Reference("whitening", vectors=True)
     with torch.device("meta"):
@@ -627,12 +613,8 @@ def from_meta(face: str) -> None:
             assert torch.equal(its[name][key].full_tensor(), value)
 
 
-@pytest.mark.parametrize("face", ["per_parameter", "ragged"])
-def test_parameters_may_be_on_meta_at_first(pool: RankPool, face: str) -> None:
-    pool.run(2, from_meta, face)
-
-
-def scaled() -> float:
+@on_ranks(2)
+def test_scaled_gradients_are_unscaled_and_skipped() -> None:
     nets = [Net(), Net()]
     model = sharded(nets[1], "ragged")
     cls, kwargs = CLASSES["adafactor"]
@@ -651,11 +633,7 @@ def scaled() -> float:
                 scaler.update()
             optimizer.zero_grad()
     pairs = zip(full_parameters(model).values(), nets[0].parameters(), strict=True)
-    return max((one - other).abs().max().item() for one, other in pairs)
-
-
-def test_scaled_gradients_are_unscaled_and_skipped(pool: RankPool) -> None:
-    assert max(pool.run(2, scaled)) <= 1e-12
+    assert max((one - other).abs().max().item() for one, other in pairs) <= 1e-12
 
 
 class Failing(torch.optim.SGD):
@@ -723,7 +701,8 @@ def test_who_waits_in_an_exchange_is_told_who_failed(pool: RankPool) -> None:
     assert re.search(r"rank 0 has waited [\d.]+ s for the exchange", said), said
 
 
-def refuses_to_load() -> None:
+@on_ranks(2)
+def test_state_that_the_class_does_not_make_is_refused_on_all_ranks() -> None:
     """Not on the owners alone, and before anything is loaded."""
     model = sharded(Net(), "ragged")
     optimizer = OwnedOptimizer(named(model), torch.optim.Adafactor, lr=0.05)
@@ -739,7 +718,3 @@ def refuses_to_load() -> None:
     for number, own in optimizer.state_dict()["state"].items():
         for key, value in own.items():
             torch.testing.assert_close(value, before["state"][number][key], rtol=0, atol=0)
-
-
-def test_state_that_the_class_does_not_make_is_refused_on_all_ranks(pool: RankPool) -> None:
-    pool.run(2, refuses_to_load)

@@ -26,7 +26,7 @@ from fullshard.tensors import (
     parallel_spec_of,
     shard_place,
 )
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.versions import TORCH
 
 SIZES = range(1, 10)
@@ -68,7 +68,8 @@ def shown(local: Tensor, place: ShardPlace, like: Tensor) -> DTensor:
 # The whole parameter.
 
 
-def wraps() -> None:
+@on_ranks(4)
+def test_the_whole_parameter_is_a_dtensor_over_our_memory() -> None:
     mesh = mesh_of()
     weight = rows(5)
     param = nn.Parameter(distribute(weight, mesh["tp"], [Shard(0)]))
@@ -103,11 +104,8 @@ def wraps() -> None:
     assert half.dtype == torch.bfloat16 and spec.wrap(view).dtype == torch.float64
 
 
-def test_the_whole_parameter_is_a_dtensor_over_our_memory(pool: RankPool) -> None:
-    pool.run(4, wraps)
-
-
-def survives_a_write() -> None:
+@on_ranks(4)
+def test_its_memory_may_be_written_between_forward_and_backward() -> None:
     """What the engine writes to its buffer is no modification in the eyes of autograd."""
     mesh = mesh_of()
     spec = spec_of(distribute(rows(4), mesh["tp"], [Shard(0)]))
@@ -121,14 +119,11 @@ def survives_a_write() -> None:
     assert torch.equal(x.grad.full_tensor(), torch.full((3,), 8.0, dtype=torch.float64))
 
 
-def test_its_memory_may_be_written_between_forward_and_backward(pool: RankPool) -> None:
-    pool.run(4, survives_a_write)
-
-
 # Where shards lie.
 
 
-def lies_as_in_torch() -> None:
+@on_ranks(4)
+def test_shards_lie_as_those_of_torch() -> None:
     mesh = mesh_of()
     for style in (ColwiseParallel, RowwiseParallel):
         torch.manual_seed(0)
@@ -159,10 +154,6 @@ def lies_as_in_torch() -> None:
         fsdp.fully_shard(linear, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims))
         place = shard_place(spec, spmd.data_parallel, 0 if spmd.shard else None, spmd)
         assert place == (linear.weight.device_mesh, linear.weight.placements)
-
-
-def test_shards_lie_as_those_of_torch(pool: RankPool) -> None:
-    pool.run(4, lies_as_in_torch)
 
 
 def puts_together(dp_names: str, tp_names: str, placements: list[Placement]) -> None:
@@ -201,7 +192,8 @@ def test_shards_put_together_are_the_parameter(
     pool.run(4, puts_together, dp, tp, placements)
 
 
-def strides() -> None:
+@on_ranks(4)
+def test_a_cut_of_what_is_cut_already_is_strided() -> None:
     mesh = mesh_of("dp ep tp", 1, 2, 2)
     both = spec_of(distribute(rows(8), mesh["ep", "tp"], [Shard(0), Shard(0)]))
     assert shard_place(both, mesh["dp"], 0).placements == (
@@ -222,10 +214,6 @@ def strides() -> None:
         _dtensor.StridedShard(1, split_factor=2),
         Shard(1),
     )
-
-
-def test_a_cut_of_what_is_cut_already_is_strided(pool: RankPool) -> None:
-    pool.run(4, strides)
 
 
 class Sizes(tuple[int, ...]):

@@ -26,7 +26,7 @@ from fullshard.tensors import (
 )
 from fullshard.tensors.parallel_mesh import joint_mesh
 from tests.ranks.models import Counted
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 from tests.ranks.test_parallel import mesh_of, rows, spec_of
 
 
@@ -72,7 +72,8 @@ def own_part(whole: Tensor, spec: ParallelSpec) -> Tensor:
     return distribute(whole, spec.mesh, spec.placements, src_data_rank=None).to_local()
 
 
-def of_a_model() -> None:
+@on_ranks(4)
+def test_gradients_of_a_tensor_parallel_model() -> None:
     """The parameters stand in the module as the engine's would: leaves over one buffer."""
     torch.manual_seed(0)
     plain, block = Block().double(), Block().double()
@@ -106,14 +107,11 @@ def of_a_model() -> None:
             same(got, own_part(param.grad, spec))
 
 
-def test_gradients_of_a_tensor_parallel_model(pool: RankPool) -> None:
-    pool.run(4, of_a_model)
-
-
 # Where gradients may lie.
 
 
-def moves() -> None:
+@on_ranks(4)
+def test_gradients_are_placed_as_their_parameters() -> None:
     """From any placement to that of the parameter, on uneven pieces, against DTensor's own."""
     tp = mesh_of()["tp"]
     whole = rows(5)
@@ -139,11 +137,8 @@ def moves() -> None:
                 assert comm.total == 1
 
 
-def test_gradients_are_placed_as_their_parameters(pool: RankPool) -> None:
-    pool.run(4, moves)
-
-
-def batches() -> None:
+@on_ranks(4)
+def test_pending_sums_are_made_in_one_batch() -> None:
     """One all-reduce for each group and dtype, whatever the number of parameters."""
     mesh = mesh_of("ep tp", 2, 2)
     rank = dist.get_rank()
@@ -183,11 +178,8 @@ def batches() -> None:
     assert comm.total == 0
 
 
-def test_pending_sums_are_made_in_one_batch(pool: RankPool) -> None:
-    pool.run(4, batches)
-
-
-def awaits() -> None:
+@on_ranks(4)
+def test_results_of_collectives_are_awaited() -> None:
     """Results of collectives that nobody has waited for, around and inside of a DTensor."""
     mesh = mesh_of()
     tp, group = mesh["tp"], mesh.get_group("tp")
@@ -207,11 +199,8 @@ def awaits() -> None:
     same(local_gradients([summed.redistribute(placements=[Replicate()])], [spec])[0], want)
 
 
-def test_results_of_collectives_are_awaited(pool: RankPool) -> None:
-    pool.run(4, awaits)
-
-
-def on_a_full_mesh() -> None:
+@on_ranks(4)
+def test_sums_over_data_parallel_dims_are_left_pending() -> None:
     """Sums over data-parallel dims are left to the engine; all else is made."""
     mesh = mesh_of()
     spmd = SpmdMesh.of(mesh, shard="dp")
@@ -234,11 +223,8 @@ def on_a_full_mesh() -> None:
     same(local_gradients([most], [spec])[0], base + 2 + rank % 2)
 
 
-def test_sums_over_data_parallel_dims_are_left_pending(pool: RankPool) -> None:
-    pool.run(4, on_a_full_mesh)
-
-
-def means_of_a_model() -> None:
+@on_ranks(4)
+def test_the_mean_over_data_parallel_ranks() -> None:
     """[Note: pending sums over data-parallel dims] in numbers: the mean is a part of the sum."""
     mesh = mesh_of()
     spmd = SpmdMesh.of(mesh, shard="dp")
@@ -264,11 +250,8 @@ def means_of_a_model() -> None:
             same(mean / 2 * factor, own_part(param.grad, spec))
 
 
-def test_the_mean_over_data_parallel_ranks(pool: RankPool) -> None:
-    pool.run(4, means_of_a_model)
-
-
-def refuses() -> None:
+@on_ranks(4)
+def test_a_gradient_that_is_no_dtensor_is_refused() -> None:
     mesh = mesh_of()
     spec = spec_of(distribute(rows(3), mesh["tp"], [Shard(0)]))
     other = distribute(rows(3), mesh["dp"], [Shard(0)])
@@ -277,7 +260,3 @@ def refuses() -> None:
             with pytest.raises(kind, match=text):
                 local_gradients([None, grad], [None, spec])
     assert joint_mesh(mesh["dp"], mesh["tp"]) == mesh
-
-
-def test_a_gradient_that_is_no_dtensor_is_refused(pool: RankPool) -> None:
-    pool.run(4, refuses)

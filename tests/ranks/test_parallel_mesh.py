@@ -17,13 +17,14 @@ from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors import SpmdMesh, parallel_spec_of, shard_place
 from fullshard.tensors.parallel_mesh import joint_mesh
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_parallel import SIZES, chunk, mesh_of, rows, shown, spec_of
 
 # Joint meshes.
 
 
-def joins() -> None:
+@on_ranks(4)
+def test_joint_meshes() -> None:
     root = mesh_of()
     with CommDebugMode() as comm:
         joint = joint_mesh(root["dp"], root["tp"])
@@ -45,10 +46,6 @@ def joins() -> None:
     assert joint_mesh(turned["dp"], turned["tp"]) is place.mesh
 
 
-def test_joint_meshes(pool: RankPool) -> None:
-    pool.run(4, joins)
-
-
 def forgets() -> int:
     """Joint meshes of a process group die with it."""
     root = mesh_of()
@@ -66,7 +63,15 @@ def test_joint_meshes_of_a_destroyed_group_are_not_used_again(pool: RankPool) ->
     pool.run(4, forgets)
 
 
-def refuses() -> None:
+def own_pair() -> DeviceMesh:
+    """A mesh that knows of this rank and one other only."""
+    first = dist.get_rank() // 2 * 2
+    groups = [dist.new_group([i, i + 1]) for i in (0, 2)]
+    return DeviceMesh.from_group(groups[first // 2], "cpu", mesh_dim_names=("pair",))
+
+
+@on_ranks(4)
+def test_meshes_that_do_not_belong_together_are_refused() -> None:
     root = mesh_of()
     flat = init_device_mesh("cpu", (4,))
     deep = mesh_of("a b c", 1, 2, 2)
@@ -90,21 +95,30 @@ def refuses() -> None:
                 joint_mesh(dp, tp)
 
 
-def own_pair() -> DeviceMesh:
-    """A mesh that knows of this rank and one other only."""
-    first = dist.get_rank() // 2 * 2
-    groups = [dist.new_group([i, i + 1]) for i in (0, 2)]
-    return DeviceMesh.from_group(groups[first // 2], "cpu", mesh_dim_names=("pair",))
-
-
-def test_meshes_that_do_not_belong_together_are_refused(pool: RankPool) -> None:
-    pool.run(4, refuses)
-
-
 # Full meshes.
 
 
-def full_mesh(names: str, sizes: list[int], dims: dict[str, Any], tp: Placement) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("tp", [Shard(0), Shard(1), Replicate()])
+@pytest.mark.parametrize(
+    ("names", "sizes", "dims"),
+    [
+        ("dp tp", [2, 2], {"shard": "dp"}),
+        ("tp dp", [2, 2], {"shard": ("dp",)}),
+        ("dp tp", [2, 2], {"replicate": "dp"}),
+        ("rep dp tp", [2, 1, 2], {"shard": "dp", "replicate": "rep"}),
+        ("rep dp tp", [1, 2, 2], {"shard": "dp", "replicate": "rep"}),
+        ("dps cp tp", [2, 1, 2], {"shard": ("dps", "cp")}),
+        ("dps cp tp", [2, 2, 1], {"shard": ("dps", "cp")}),
+        ("dps cp", [2, 2], {"shard": ("dps", "cp")}),
+        ("dps tp cp", [2, 2, 1], {"shard": ("dps", "cp")}),
+        ("rep dps cp tp", [2, 1, 1, 2], {"shard": ("dps", "cp"), "replicate": "rep"}),
+        ("ra rb dp tp", [1, 2, 1, 2], {"shard": "dp", "replicate": ("ra", "rb")}),
+    ],
+)
+def test_shards_on_a_full_mesh(
+    names: str, sizes: list[int], dims: dict[str, Any], tp: Placement
+) -> None:
     mesh = mesh_of(names, *sizes)
     spmd = SpmdMesh.of(mesh, **dims)
     twin = mesh_of(names, *sizes)
@@ -128,30 +142,8 @@ def full_mesh(names: str, sizes: list[int], dims: dict[str, Any], tp: Placement)
     assert spmd.data_parallel.ndim == (2 if spmd.shard and spmd.replicate else 1)
 
 
-@pytest.mark.parametrize("tp", [Shard(0), Shard(1), Replicate()])
-@pytest.mark.parametrize(
-    ("names", "sizes", "dims"),
-    [
-        ("dp tp", [2, 2], {"shard": "dp"}),
-        ("tp dp", [2, 2], {"shard": ("dp",)}),
-        ("dp tp", [2, 2], {"replicate": "dp"}),
-        ("rep dp tp", [2, 1, 2], {"shard": "dp", "replicate": "rep"}),
-        ("rep dp tp", [1, 2, 2], {"shard": "dp", "replicate": "rep"}),
-        ("dps cp tp", [2, 1, 2], {"shard": ("dps", "cp")}),
-        ("dps cp tp", [2, 2, 1], {"shard": ("dps", "cp")}),
-        ("dps cp", [2, 2], {"shard": ("dps", "cp")}),
-        ("dps tp cp", [2, 2, 1], {"shard": ("dps", "cp")}),
-        ("rep dps cp tp", [2, 1, 1, 2], {"shard": ("dps", "cp"), "replicate": "rep"}),
-        ("ra rb dp tp", [1, 2, 1, 2], {"shard": "dp", "replicate": ("ra", "rb")}),
-    ],
-)
-def test_shards_on_a_full_mesh(
-    pool: RankPool, names: str, sizes: list[int], dims: dict[str, Any], tp: Placement
-) -> None:
-    pool.run(4, full_mesh, names, sizes, dims, tp)
-
-
-def full_mesh_places() -> None:
+@on_ranks(4)
+def test_the_flattened_dim_stands_for_the_shard_dims() -> None:
     strided = _dtensor.StridedShard(0, split_factor=2)
     for names, dims, expected in [
         ("dp tp", {"shard": "dp"}, (strided, Shard(0))),
@@ -173,11 +165,12 @@ def full_mesh_places() -> None:
     assert place.placements == (Replicate(), strided, Shard(0))
 
 
-def test_the_flattened_dim_stands_for_the_shard_dims(pool: RankPool) -> None:
-    pool.run(4, full_mesh_places)
+def on(mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    return DTensor.from_local(rows(2), mesh, placements, run_check=False)
 
 
-def full_mesh_refuses() -> None:
+@on_ranks(4)
+def test_what_is_wrong_with_a_full_mesh_is_said() -> None:
     mesh = mesh_of()
     spmd = SpmdMesh.of(mesh, shard="dp")
     for make, text in [
@@ -196,11 +189,3 @@ def full_mesh_refuses() -> None:
         for kind in (ConfigError, ValueError):
             with pytest.raises(kind, match=text):
                 make()
-
-
-def on(mesh: DeviceMesh, *placements: Placement) -> DTensor:
-    return DTensor.from_local(rows(2), mesh, placements, run_check=False)
-
-
-def test_what_is_wrong_with_a_full_mesh_is_said(pool: RankPool) -> None:
-    pool.run(4, full_mesh_refuses)

@@ -14,7 +14,7 @@ import fullshard
 from fullshard import MixedPrecisionPolicy, Ragged, fully_shard
 from fullshard.errors import ArgumentTypeError, ConfigError
 from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.versions import TORCH
 
 layouts = pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
@@ -65,7 +65,9 @@ def train(model: Any, steps: int = 2) -> list[Any]:
     return results
 
 
-def stays(layout: str) -> list[dict[str, torch.dtype]]:
+@on_ranks(2)
+@layouts
+def test_chosen_parameters_stay_in_their_dtype(layout: str) -> None:
     policy = MixedPrecisionPolicy(BF16, FP32, param_dtype_override_fn=norms_stay)
     chosen = Ragged() if layout == "ragged" else fullshard.PerParameter()
     model = fully_shard(make(), mp_policy=policy, layout=chosen)
@@ -73,19 +75,14 @@ def stays(layout: str) -> list[dict[str, torch.dtype]]:
     results = train(model)
     assert all(map(torch.equal, results, train(again)))
     assert {p.dtype for p in model.parameters()} == {FP32, torch.int64}
-    return [model.seen, again.seen]
-
-
-@layouts
-def test_chosen_parameters_stay_in_their_dtype(pool: RankPool, layout: str) -> None:
-    for both in pool.run(2, stays, layout):
-        for seen in both:
-            assert seen.pop("count") is torch.int64
-            assert {name for name, dtype in seen.items() if dtype is FP32} == {
-                "norm.weight",
-                "norm.bias",
-            }
-            assert seen["x"] is BF16
+    both = [model.seen, again.seen]
+    for seen in both:
+        assert seen.pop("count") is torch.int64
+        assert {name for name, dtype in seen.items() if dtype is FP32} == {
+            "norm.weight",
+            "norm.bias",
+        }
+        assert seen["x"] is BF16
 
 
 def asked_once(whole: bool) -> int:
@@ -114,7 +111,8 @@ def test_it_is_asked_once_for_each_parameter(pool: RankPool) -> None:
     assert pool.run(2, asked_once, False) == [5, 5]
 
 
-def refused() -> None:
+@on_ranks(2)
+def test_other_dtypes_are_refused_before_anything_is_changed() -> None:
     model = make()
     before = type(model), dict(model.named_parameters())
     for answer in (torch.float16, torch.float64, "bf16"):
@@ -129,11 +127,10 @@ def refused() -> None:
     assert (type(model), dict(model.named_parameters())) == before
 
 
-def test_other_dtypes_are_refused_before_anything_is_changed(pool: RankPool) -> None:
-    pool.run(2, refused)
-
-
-def against_fsdp2(options: dict[str, Any]) -> bool:
+@on_ranks(2)
+@pytest.mark.skipif(TORCH < (2, 15), reason="FSDP2 has it since 2.15")
+@pytest.mark.parametrize("options", [{}, {"reduce_dtype": FP32}, {"cast_forward_inputs": True}])
+def test_it_is_that_of_fsdp2(options: dict[str, Any]) -> None:
     from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -141,10 +138,5 @@ def against_fsdp2(options: dict[str, Any]) -> bool:
     policy = fsdp.MixedPrecisionPolicy(BF16, param_dtype_override_fn=norms_stay, **options)
     mine = train(fully_shard(make(), mesh=mesh, mp_policy=policy))
     other = train(fsdp.fully_shard(make(), mesh=mesh, mp_policy=policy))
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(mine, other, strict=True))
-
-
-@pytest.mark.skipif(TORCH < (2, 15), reason="FSDP2 has it since 2.15")
-@pytest.mark.parametrize("options", [{}, {"reduce_dtype": FP32}, {"cast_forward_inputs": True}])
-def test_it_is_that_of_fsdp2(pool: RankPool, options: dict[str, Any]) -> None:
-    assert all(pool.run(2, against_fsdp2, options))
+    found = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    assert found

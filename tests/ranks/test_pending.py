@@ -16,7 +16,7 @@ import fullshard
 from fullshard import errors
 from tests.ranks.models import full_parameters
 from tests.ranks.net import batch, make, shard
-from tests.ranks.pool import RankPool, every_world
+from tests.ranks.pool import on_ranks
 
 LAYOUTS = [fullshard.PerParameter(), fullshard.Ragged()]
 
@@ -26,7 +26,10 @@ def by_name(model: Any) -> dict[str, Any]:
     return {name: pending[p] for name, p in model.named_parameters() if p in pending}
 
 
-def whole_gradients(layout: Any, reshard: bool) -> list[bool]:
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_gradients_of_passes_without_sync_are_shown(layout: Any, reshard: bool) -> None:
     rank = dist.get_rank()
     plain, model = make(), shard(make(), layout=layout, reshard_after_forward=reshard)
     seen = [model.get_pending_gradients() == {}]
@@ -49,20 +52,12 @@ def whole_gradients(layout: Any, reshard: bool) -> list[bool]:
     seen.append(model.get_pending_gradients() == {})
     model.set_requires_gradient_sync(True)
     model(batch(0, torch.float32)).sum().backward()
-    return [*seen, model.get_pending_gradients() == {}]
+    seen = [*seen, model.get_pending_gradients() == {}]
+    assert all(seen) and len(seen) == 24, seen
 
 
-@every_world
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-def test_gradients_of_passes_without_sync_are_shown(
-    pool: RankPool, world: int, layout: Any, reshard: bool
-) -> None:
-    for seen in pool.run(world, whole_gradients, layout, reshard):
-        assert all(seen) and len(seen) == 24, seen
-
-
-def partial_gradients() -> list[bool]:
+@on_ranks(4)
+def test_gradients_reduced_over_shards_only_are_shown() -> None:
     """Each rank's piece of what two ranks reduced, of parameters that got anything."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     model: Any = nn.Linear(3, 5, bias=False)
@@ -85,14 +80,12 @@ def partial_gradients() -> list[bool]:
     model(torch.ones(1, 3)).sum().backward()
     assert isinstance(model.weight.grad, DTensor)
     whole = model.weight.grad.full_tensor()
-    return [*expected, torch.equal(whole, torch.ones(5, 3)), model.get_pending_gradients() == {}]
+    found = [*expected, torch.equal(whole, torch.ones(5, 3)), model.get_pending_gradients() == {}]
+    assert found == [True] * 6
 
 
-def test_gradients_reduced_over_shards_only_are_shown(pool: RankPool) -> None:
-    assert pool.run(4, partial_gradients) == [[True] * 6] * 4
-
-
-def write_into_pending() -> bool:
+@on_ranks(2)
+def test_what_is_written_into_them_counts() -> None:
     model = shard(make())
     model.set_requires_gradient_sync(False)
     model(batch()).sum().backward()
@@ -104,14 +97,11 @@ def write_into_pending() -> bool:
     once = make()
     once(batch()).sum().backward()
     found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    return all(torch.allclose(found[n], p.grad) for n, p in once.named_parameters())
+    assert all(torch.allclose(found[n], p.grad) for n, p in once.named_parameters())
 
 
-def test_what_is_written_into_them_counts(pool: RankPool) -> None:
-    assert pool.run(2, write_into_pending) == [True, True]
-
-
-def dropped_in_a_forward() -> bool:
+@on_ranks(2)
+def test_they_are_dropped_between_steps_only() -> None:
     model = shard(make())
     model.set_requires_gradient_sync(False)
     model(batch()).sum().backward()
@@ -119,11 +109,7 @@ def dropped_in_a_forward() -> bool:
     with pytest.raises(errors.ProtocolError, match="clear_pending_gradients"):
         model(batch())
     handle.remove()
-    return len(model.get_pending_gradients()) == len(full_parameters(model))
-
-
-def test_they_are_dropped_between_steps_only(pool: RankPool) -> None:
-    assert pool.run(2, dropped_in_a_forward) == [True, True]
+    assert len(model.get_pending_gradients()) == len(full_parameters(model))
 
 
 class Skippable(nn.Sequential):
@@ -135,7 +121,10 @@ class Skippable(nn.Sequential):
         return x if self.skips else super().forward(x)
 
 
-def skipped(is_leaf: bool) -> list[int]:
+@on_ranks(2)
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_they_are_reduced_by_a_backward_that_skips_all_layers(is_leaf: bool) -> None:
+    """In which the root makes no node of autograd's; as PyTorch does."""
     found = []
     for sharded in (fullshard.fully_shard, torch.distributed.fsdp.fully_shard):
         model: Any = sharded(Skippable(nn.Linear(4, 4)))
@@ -147,12 +136,4 @@ def skipped(is_leaf: bool) -> list[int]:
         with warnings.catch_warnings(action="ignore"):  # PyTorch's, of outputs that are views
             model(x if is_leaf else 2 * x).sum().backward()
         found.append(sum(param.grad is not None for param in model.parameters()))
-    return found
-
-
-@pytest.mark.parametrize("is_leaf", [True, False])
-def test_they_are_reduced_by_a_backward_that_skips_all_layers(
-    pool: RankPool, is_leaf: bool
-) -> None:
-    """In which the root makes no node of autograd's; as PyTorch does."""
-    assert pool.run(2, skipped, is_leaf) == [[2, 2]] * 2
+    assert found == [2, 2]

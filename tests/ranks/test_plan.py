@@ -25,7 +25,7 @@ from tests.ranks.plans import (
     tokens,
     with_a_host,
 )
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 UNSEEN = {"bf16": 0.03, "checkpointed": 0.03, "twice": 0.02, "TP": 0.02}
 """Shares of the peak that no dry run sees: what CPU kernels take inside of an operation; small
@@ -114,38 +114,35 @@ def test_what_a_search_finds_fits_when_it_is_run(pool: RankPool) -> None:
         assert fewer not in tried or not tried[fewer].fits
 
 
-def chosen_beside_a_host(share: float) -> tuple[Plan, Plan, Found]:
+@on_ranks(2)
+def test_what_a_search_finds_by_offload_fits_when_it_is_run() -> None:
     """The same, but the found plan may offload, and is run so."""
     case = replace(CASES["two blocks a unit"], batch=lambda: tokens()[:1])
     optimizer = torch.optim.AdamW
     given = {"batch": case.batch(), "world_size": 2, "hardware": with_a_host(), "loss": squares}
     default = fullshard.plan(case.model(), optimizer=optimizer, **given)
-    budget_nbytes = int(default.peak_nbytes * share)
+    budget_nbytes = int(default.peak_nbytes * 0.6)
     found = fullshard.plan(case.model(), budget_nbytes=budget_nbytes, optimizer=optimizer, **given)
-    return default, found, real_offloaded(replace(case, shard=blocks(plan=found)))
-
-
-def test_what_a_search_finds_by_offload_fits_when_it_is_run(pool: RankPool) -> None:
-    for default, found, run in pool.run(2, chosen_beside_a_host, 0.6):
-        budget = int(default.peak_nbytes * 0.6)
-        assert default.peak_nbytes > budget
-        assert found.fits and found.choice.offload_policy == fullshard.CPUOffloadPolicy()
-        assert found.choice.blocks_per_unit == 2
-        assert "chosen: " in str(found) and "offloaded to the host" in str(found)
-        least = min(one.peak_nbytes for one in found.tried if "offload" not in str(one.choice))
-        assert least > budget  # nothing else does it
-        at_home = sum(found.peak.home.values())  # what is there when the device holds most
-        assert run.peak - at_home <= budget
-        assert found.peak_nbytes + at_home == pytest.approx(run.peak, rel=0.03)
-        state = run.home.pop("optimizer_state")
-        assert found.host.items() >= run.home.items()
-        assert state <= found.host["optimizer_state"] <= state + 1024  # padding of whole shards
-        assert "\n".join(found.actions) == "\n".join(actions_of(run))
-        crossed = {(one.what, one.num_calls) for one in found.traffic if one.dim == "host"}
-        assert crossed == {
-            (way, sum(n for (to, _), n in run.crossings.items() if to == way))
-            for way in ("to_device", "to_host")
-        }
+    run = real_offloaded(replace(case, shard=blocks(plan=found)))
+    budget = int(default.peak_nbytes * 0.6)
+    assert default.peak_nbytes > budget
+    assert found.fits and found.choice.offload_policy == fullshard.CPUOffloadPolicy()
+    assert found.choice.blocks_per_unit == 2
+    assert "chosen: " in str(found) and "offloaded to the host" in str(found)
+    least = min(one.peak_nbytes for one in found.tried if "offload" not in str(one.choice))
+    assert least > budget  # nothing else does it
+    at_home = sum(found.peak.home.values())  # what is there when the device holds most
+    assert run.peak - at_home <= budget
+    assert found.peak_nbytes + at_home == pytest.approx(run.peak, rel=0.03)
+    state = run.home.pop("optimizer_state")
+    assert found.host.items() >= run.home.items()
+    assert state <= found.host["optimizer_state"] <= state + 1024  # padding of whole shards
+    assert "\n".join(found.actions) == "\n".join(actions_of(run))
+    crossed = {(one.what, one.num_calls) for one in found.traffic if one.dim == "host"}
+    assert crossed == {
+        (way, sum(n for (to, _), n in run.crossings.items() if to == way))
+        for way in ("to_device", "to_host")
+    }
 
 
 def test_what_does_not_fit_says_by_how_much(pool: RankPool) -> None:
@@ -164,7 +161,8 @@ def actions_of(run: Found) -> list[str]:
     ]
 
 
-def trained_by_choice() -> tuple[list[float], list[float]]:
+@on_ranks(4)
+def test_a_choice_changes_nothing_but_how_it_is_computed() -> None:
     """Losses of a model that recomputes blocks and of one that does not."""
     losses = []
     for choice in (fullshard.Choice(recomputed=2, replicas=2, blocks_per_unit=2), None):
@@ -181,15 +179,12 @@ def trained_by_choice() -> tuple[list[float], list[float]]:
             optimizer.step()
             optimizer.zero_grad()
             losses[-1].append(loss.item())
-    return losses[0], losses[1]
+    chosen, plain = losses[0], losses[1]
+    assert chosen == pytest.approx(plain, rel=1e-6)
 
 
-def test_a_choice_changes_nothing_but_how_it_is_computed(pool: RankPool) -> None:
-    for chosen, plain in pool.run(4, trained_by_choice):
-        assert chosen == pytest.approx(plain, rel=1e-6)
-
-
-def refuse() -> list[str]:
+@on_ranks(2)
+def test_choices_that_cannot_be_applied_are_refused() -> None:
     said = []
     for options in (
         {"plan": 3},
@@ -201,11 +196,6 @@ def refuse() -> list[str]:
             fullshard.shard_blocks(model, **options)
         assert type(model) is type(CASES["dense"].model())
         said.append(str(refused.value))
-    return said
-
-
-def test_choices_that_cannot_be_applied_are_refused(pool: RankPool) -> None:
-    for said in pool.run(2, refuse):
-        assert "expected a Plan" in said[0]
-        assert "3 replicas, which do not divide 2 ranks" in said[1]
-        assert "the plan has chosen layout" in said[2]
+    assert "expected a Plan" in said[0]
+    assert "3 replicas, which do not divide 2 ranks" in said[1]
+    assert "the plan has chosen layout" in said[2]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from fullshard import Ragged, fully_shard
 from tests.ranks.models import noise
 from tests.ranks.net import apart, make, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_sharded_optimizer import FUSED, OPTIMIZERS
 
 WAYS: dict[str, dict[str, Any]] = {"one by one": {"foreach": False}, "lists": {"foreach": True}}
@@ -70,7 +70,10 @@ def mixed() -> Mixed:
     return Mixed().double()
 
 
-def mixes(how: dict[str, Any]) -> float:
+@on_ranks(4)
+def test_a_fused_step_may_mix_meshes_and_plain_tensors() -> None:
+    """PyTorch refuses such lists."""
+    how = {"fused": True}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     everyone = init_device_mesh("cpu", (4,))
     plain: Any = mixed()
@@ -85,19 +88,20 @@ def mixes(how: dict[str, Any]) -> float:
             one(noise(4, 6, seed=number)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return apart(model, plain)
-
-
-def test_a_fused_step_may_mix_meshes_and_plain_tensors(pool: RankPool) -> None:
-    """PyTorch refuses such lists."""
-    assert max(pool.run(4, mixes, {"fused": True})) <= 1e-14
+    assert apart(model, plain) <= 1e-14
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {"per parameter": {}, "ragged": {"layout": Ragged()}}
 
 
-def mixes_forms(kind: str, layout: str) -> float:
-    """Sharded on two meshes, in the layout and otherwise, and plain."""
+@on_ranks(2)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_lists_may_mix_meshes_and_plain_tensors(kind: str, layout: str) -> None:
+    """PyTorch refuses such lists, which are what its optimizers make by themselves on a GPU.
+
+    Sharded on two meshes, in the layout and otherwise, and plain.
+    """
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     cls, options = OPTIMIZERS[kind]
     plain: Any = mixed()
@@ -110,22 +114,12 @@ def mixes_forms(kind: str, layout: str) -> float:
             one(noise(4, 6, seed=number)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return apart(model, plain)
+    assert apart(model, plain) <= 1e-14
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
-def test_lists_may_mix_meshes_and_plain_tensors(pool: RankPool, kind: str, layout: str) -> None:
-    """PyTorch refuses such lists, which are what its optimizers make by themselves on a GPU."""
-    assert max(pool.run(2, mixes_forms, kind, layout)) <= 1e-14
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_fused_lists_may_mix_forms(pool: RankPool, layout: str) -> None:
-    assert max(pool.run(2, mixes_fused, layout)) <= 1e-14
-
-
-def mixes_fused(layout: str) -> float:
+def test_fused_lists_may_mix_forms(layout: str) -> None:
     plain: Any = mixed()
     model: Any = copy.deepcopy(plain)
     fully_shard(model.expert)
@@ -136,10 +130,11 @@ def mixes_fused(layout: str) -> float:
             one(noise(4, 6, seed=number)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return apart(model, plain)
+    assert apart(model, plain) <= 1e-14
 
 
-def on_others() -> None:
+@on_ranks(2, 3)
+def test_what_is_placed_otherwise_is_left_to_pytorch(world: int) -> None:
     """Operands that are placed otherwise, and sums that are still to be made, are PyTorch's."""
     model: Any = shard(make())
     weight = model.head.weight
@@ -162,12 +157,8 @@ def on_others() -> None:
         assert torch.equal(more.full_tensor(), torch.full((3,), total + 1))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_is_placed_otherwise_is_left_to_pytorch(pool: RankPool, world: int) -> None:
-    pool.run(world, on_others)
-
-
-def tells_versions() -> None:
+@on_ranks(2)
+def test_changes_are_seen() -> None:
     """Whoever watches versions, as we do, sees changes; those of lists show nowhere in PyTorch."""
     weight: Any = shard(make()).head.weight
     for change in (lambda: weight.mul_(2), lambda: weight.add_(1), lambda: weight.div_(2)):
@@ -175,7 +166,3 @@ def tells_versions() -> None:
         with torch.no_grad():
             change()
         assert weight._version > before
-
-
-def test_changes_are_seen(pool: RankPool) -> None:
-    pool.run(2, tells_versions)

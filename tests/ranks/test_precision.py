@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import MixedPrecisionPolicy, fully_shard
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.net import batch, make, shard
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 worlds = pytest.mark.parametrize("world", [1, 2, 3])
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -126,19 +126,17 @@ def test_the_policy_of_torch_is_accepted(pool: RankPool) -> None:
     check_casts(pool.run(2, with_torch_policy), BF16, FP32)
 
 
-def without_input_cast() -> dict[str, Any]:
+@on_ranks(2)
+def test_inputs_are_left_alone_where_asked() -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
     module = fully_shard(Probe(), mp_policy=policy)
     module(torch.ones(2, 6))
-    return module.seen
+    seen = module.seen
+    assert (seen["x"], seen["weight"]) == (FP32, BF16)
 
 
-def test_inputs_are_left_alone_where_asked(pool: RankPool) -> None:
-    for seen in pool.run(2, without_input_cast):
-        assert (seen["x"], seen["weight"]) == (FP32, BF16)
-
-
-def dtypes_in_children() -> list[torch.dtype]:
+@on_ranks(2)
+def test_units_inside_do_not_inherit_the_policy() -> None:
     """A child unit without a policy of its own, and a plain child."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     seen: list[torch.dtype] = []
@@ -149,11 +147,7 @@ def dtypes_in_children() -> list[torch.dtype]:
             lambda m, a, d=cast: (seen.append(m.weight.dtype), a[0].to(d))[1]
         )
     model(torch.ones(2, 6))
-    return seen
-
-
-def test_units_inside_do_not_inherit_the_policy(pool: RankPool) -> None:
-    assert pool.run(2, dtypes_in_children) == [[FP32, BF16]] * 2
+    assert seen == [FP32, BF16]
 
 
 def reference_gradients(data: Tensor, world: int, reduce: torch.dtype) -> dict[str, Tensor]:
@@ -193,7 +187,8 @@ def test_low_precision_gradients_reduced_as_they_are_stay_close(pool: RankPool, 
         assert max(differences.values()) <= 1e-2
 
 
-def trained_apart() -> tuple[float, float]:
+@on_ranks(1, 2, 3)
+def test_bf16_training_stays_close_to_fp32() -> None:
     """How far bf16 compute drifts from fp32 in 5 steps, and how far fp32 moved."""
     plain = make(FP32)
     start = full_parameters(plain)
@@ -206,25 +201,16 @@ def trained_apart() -> tuple[float, float]:
             optimizer.zero_grad()
     a, b = full_parameters(model), full_parameters(plain)
     apart = max((a[n] - b[n]).abs().max().item() for n in b)
-    return apart, max((start[n] - b[n]).abs().max().item() for n in b)
+    moved = max((start[n] - b[n]).abs().max().item() for n in b)
+    assert apart <= 0.05 * moved
 
 
-@worlds
-def test_bf16_training_stays_close_to_fp32(pool: RankPool, world: int) -> None:
-    for apart, moved in pool.run(world, trained_apart):
-        assert apart <= 0.05 * moved
-
-
-def reduce_only() -> float:
+@on_ranks(1, 2, 3)
+def test_the_reduction_alone_may_be_wider() -> None:
     """``reduce_dtype`` alone: fp32 model, fp64 reduction."""
     plain = fill(nn.Linear(6, 5))
     model = fully_shard(copy.deepcopy(plain), mp_policy=MixedPrecisionPolicy(None, torch.float64))
     for one in (plain, model):
         one(batch(0, FP32)).square().mean().backward()
     assert model.weight.grad.dtype is FP32
-    return (model.weight.grad.full_tensor() - plain.weight.grad).abs().max().item()
-
-
-@worlds
-def test_the_reduction_alone_may_be_wider(pool: RankPool, world: int) -> None:
-    assert max(pool.run(world, reduce_only)) <= 1e-7
+    assert (model.weight.grad.full_tensor() - plain.weight.grad).abs().max().item() <= 1e-7

@@ -21,7 +21,7 @@ from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule import AfterForward
 from tests.ranks.models import GPT
-from tests.ranks.pool import RankPool, every_world
+from tests.ranks.pool import RankPool, every_world, on_ranks
 from tests.ranks.test_parity import batches, check, make
 from tests.ranks.test_parity import compare as compare_parity
 
@@ -50,7 +50,12 @@ def train(model: nn.Module, steps: Any, rank: int, world: int) -> None:
         optimizer.zero_grad()
 
 
-def compare(kind: str, after: AfterForward) -> tuple[float, int, bool]:
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("kind", ["gpt", "odd"])
+def test_a_flat_layout_trains_as_exactly_and_copies_nothing_when_gathering(
+    world: int, kind: str, after: AfterForward
+) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     steps = batches(kind, world, 1)
     plain, model = make(kind, torch.float64), make(kind, torch.float64)
@@ -63,19 +68,10 @@ def compare(kind: str, after: AfterForward) -> tuple[float, int, bool]:
     flat = all(isinstance(p, RaggedTensor) for p in model.parameters())
     want = dict(plain.named_parameters())
     got = whole_parameters(model)
-    return max((got[n] - want[n]).abs().max().item() for n in got), staged, flat
-
-
-@every_world
-@pytest.mark.parametrize("after", AFTER)
-@pytest.mark.parametrize("kind", ["gpt", "odd"])
-def test_a_flat_layout_trains_as_exactly_and_copies_nothing_when_gathering(
-    pool: RankPool, world: int, kind: str, after: AfterForward
-) -> None:
-    for difference, staged, flat in pool.run(world, compare, kind, after):
-        assert difference <= 1e-12
-        assert staged == 0
-        assert flat
+    difference = max((got[n] - want[n]).abs().max().item() for n in got)
+    assert difference <= 1e-12
+    assert staged == 0
+    assert flat
 
 
 def mixture(spec: ParamSpec) -> str | int:
@@ -107,7 +103,8 @@ def test_it_accumulates_as_the_unsharded_model(
     check(pool.run(world, compare_parity, "odd", torch.float64, True, **options), 1e-12, 1e-12)
 
 
-def compare_in_bf16() -> float:
+@on_ranks(2)
+def test_a_flat_layout_computes_in_low_precision() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     steps = batches("gpt", world, 1)
     plain, model = make("gpt", torch.float32), make("gpt", torch.float32)
@@ -117,8 +114,4 @@ def compare_in_bf16() -> float:
     assert all(p.dtype is torch.float32 for p in model.parameters())
     got = whole_parameters(model)
     assert all(p.dtype is torch.bfloat16 for p in got.values())
-    return max((got[n] - p).abs().max().item() for n, p in plain.named_parameters())
-
-
-def test_a_flat_layout_computes_in_low_precision(pool: RankPool) -> None:
-    assert max(pool.run(2, compare_in_bf16)) < 2e-2
+    assert max((got[n] - p).abs().max().item() for n, p in plain.named_parameters()) < 2e-2

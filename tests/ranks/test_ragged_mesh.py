@@ -26,7 +26,7 @@ from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, RaggedOperationError
 from fullshard.tensors import RaggedShard, handle_ops_on
 from tests.ranks.models import noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 from tests.ranks.ragged import CASES, CUT, SHAPES, dtensor, numel_of, placed, ragged, strided
 from tests.ranks.test_state import shared_folder
 from tests.versions import asks_subclasses
@@ -38,7 +38,9 @@ def values(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     return noise(*shape, seed=seed)
 
 
-def shown(name: str) -> None:
+@on_ranks(4)
+@cases
+def test_it_shows_the_whole_tensor_and_holds_an_interval_of_its_part(name: str) -> None:
     case = CASES[name]
     mesh = case.mesh()
     dim = case.placements.index(CUT)
@@ -64,14 +66,9 @@ def shown(name: str) -> None:
         assert filled.interval == x.interval and filled.copy_(want).equal(x)
 
 
-@cases
-def test_it_shows_the_whole_tensor_and_holds_an_interval_of_its_part(
-    pool: RankPool, name: str
-) -> None:
-    pool.run(4, shown, name)
-
-
-def redistributed(name: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["1d", "hsdp", "rows", "copies", "two_tp"])
+def test_it_is_redistributed_to_placements_of_torch(name: str) -> None:
     case = CASES[name]
     mesh = case.mesh()
     targets = {
@@ -96,12 +93,8 @@ def redistributed(name: str) -> None:
             x.redistribute(**options)
 
 
-@pytest.mark.parametrize("name", ["1d", "hsdp", "rows", "copies", "two_tp"])
-def test_it_is_redistributed_to_placements_of_torch(pool: RankPool, name: str) -> None:
-    pool.run(4, redistributed, name)
-
-
-def gathers_what_it_must() -> list[int]:
+@on_ranks(4)
+def test_replicas_do_not_communicate() -> None:
     """Collectives of ``full_tensor``: over replicas there are none."""
     counts = []
     for name in ("hsdp", "rows", "copies"):
@@ -110,15 +103,13 @@ def gathers_what_it_must() -> list[int]:
         with CommDebugMode() as counted:
             x.full_tensor()
         counts.append(counted.get_total_counts())
-    return counts
+    hsdp, rows, copies = counts
+    assert rows == hsdp + 1 and copies <= hsdp + 1
 
 
-def test_replicas_do_not_communicate(pool: RankPool) -> None:
-    for hsdp, rows, copies in pool.run(4, gathers_what_it_must):
-        assert rows == hsdp + 1 and copies <= hsdp + 1
-
-
-def copied(name: str) -> None:
+@on_ranks(4)
+@cases
+def test_it_can_be_copied_and_pickled(name: str) -> None:
     case = CASES[name]
     mesh = case.mesh()
     for shape in SHAPES:
@@ -144,12 +135,14 @@ def copied(name: str) -> None:
                 assert torch.equal(one, value)
 
 
+def replicated(x: RaggedTensor) -> Tensor:
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
+
+
+@on_ranks(4)
+@asks_subclasses
 @cases
-def test_it_can_be_copied_and_pickled(pool: RankPool, name: str) -> None:
-    pool.run(4, copied, name)
-
-
-def differentiated(name: str) -> None:
+def test_whole_and_local_tensors_are_differentiable(name: str) -> None:
     case = CASES[name]
     mesh = case.mesh()
     for shape in SHAPES:
@@ -170,16 +163,6 @@ def differentiated(name: str) -> None:
         assert torch.equal(x.grad.full_tensor(), torch.full_like(plain, 2.0))
 
 
-def replicated(x: RaggedTensor) -> Tensor:
-    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
-
-
-@asks_subclasses
-@cases
-def test_whole_and_local_tensors_are_differentiable(pool: RankPool, name: str) -> None:
-    pool.run(4, differentiated, name)
-
-
 POINTWISE: list[Callable[[Any, Any], Any]] = [
     lambda x, y: x.add(y, alpha=3) * 2,
     lambda x, y: torch.where(x > y, x, y),
@@ -191,20 +174,6 @@ POINTWISE: list[Callable[[Any, Any], Any]] = [
     lambda x, y: torch._foreach_add([x, y], [y, x])[1],
     lambda x, y: x.view(x.shape),
 ]
-
-
-def computed(name: str) -> None:
-    case = CASES[name]
-    mesh = case.mesh()
-    for shape in SHAPES:
-        a, b = values(shape), values(shape, seed=5)
-        x, y = (ragged(whole, mesh, case.placements) for whole in (a, b))
-        for number, pointwise in enumerate(POINTWISE):
-            got, want = pointwise(x, y), pointwise(a, b)
-            assert isinstance(got, RaggedTensor), number
-            assert torch.equal(got.full_tensor(), want), number
-        over_all_elements(x, a)
-    over_all_elements(ragged(torch.full((5, 3), float("nan")), mesh, case.placements))
 
 
 def over_all_elements(x: RaggedTensor, a: Tensor | None = None) -> None:
@@ -238,12 +207,24 @@ def assert_same_on_all_ranks(value: Tensor) -> None:
     assert all(torch.equal(one.nan_to_num(), every[0].nan_to_num()) for one in every)
 
 
+@on_ranks(4)
 @cases
-def test_operations_are_those_of_the_whole_tensor(pool: RankPool, name: str) -> None:
-    pool.run(4, computed, name)
+def test_operations_are_those_of_the_whole_tensor(name: str) -> None:
+    case = CASES[name]
+    mesh = case.mesh()
+    for shape in SHAPES:
+        a, b = values(shape), values(shape, seed=5)
+        x, y = (ragged(whole, mesh, case.placements) for whole in (a, b))
+        for number, pointwise in enumerate(POINTWISE):
+            got, want = pointwise(x, y), pointwise(a, b)
+            assert isinstance(got, RaggedTensor), number
+            assert torch.equal(got.full_tensor(), want), number
+        over_all_elements(x, a)
+    over_all_elements(ragged(torch.full((5, 3), float("nan")), mesh, case.placements))
 
 
-def norms_of_a_mixed_list() -> None:
+@on_ranks(4)
+def test_lists_may_mix_meshes() -> None:
     """Tensors on several meshes in one call, as ``torch.nn.utils.clip_grad_norm_`` makes it."""
     wholes, mixed = [], []
     for seed, name in enumerate(CASES):
@@ -272,11 +253,9 @@ def norms_of_a_mixed_list() -> None:
     assert bool(sum(one.item() for one in found)) == is_infinite
 
 
-def test_lists_may_mix_meshes(pool: RankPool) -> None:
-    pool.run(4, norms_of_a_mixed_list)
-
-
-def filled_from(name: str) -> None:
+@on_ranks(4)
+@cases
+def test_whole_tensors_are_copied_in_and_out(name: str) -> None:
     case = CASES[name]
     mesh = case.mesh()
     for shape in SHAPES:
@@ -292,11 +271,6 @@ def filled_from(name: str) -> None:
         assert torch.equal(torch.zeros(shape).double().copy_(x), want)
         into = dtensor(other, mesh, [Shard(0)] + [Replicate()] * (mesh.ndim - 1))
         assert torch.equal(into.copy_(x).full_tensor(), want)
-
-
-@cases
-def test_whole_tensors_are_copied_in_and_out(pool: RankPool, name: str) -> None:
-    pool.run(4, filled_from, name)
 
 
 FILLS: list[Callable[[Tensor], Tensor]] = [
@@ -340,7 +314,9 @@ def drawn(mesh: DeviceMesh, placements: list[Any], shape: tuple[int, ...], numbe
     assert torch.equal(x.full_tensor(), want), (number, shape, placements)
 
 
-def drawn_on_every_mesh() -> None:
+@on_ranks(4, timeout_s=120)
+@asks_subclasses
+def test_random_fills_are_those_of_the_whole_tensor() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     combinations = itertools.product(PLACEMENTS_2D, SIZES)
     for number, (placements, shape) in enumerate(combinations):
@@ -354,12 +330,8 @@ def drawn_on_every_mesh() -> None:
             drawn(case.mesh(), list(case.placements), (5, 3), number)
 
 
-@asks_subclasses
-def test_random_fills_are_those_of_the_whole_tensor(pool: RankPool) -> None:
-    pool.run(4, drawn_on_every_mesh, timeout_s=120)
-
-
-def fills_left_to_torch() -> None:
+@on_ranks(4)
+def test_a_local_tensor_of_another_shape_is_not_filled() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     handle_ops_on(mesh)
     torch.manual_seed(0)
@@ -375,11 +347,8 @@ def fills_left_to_torch() -> None:
         wrong.uniform_()
 
 
-def test_a_local_tensor_of_another_shape_is_not_filled(pool: RankPool) -> None:
-    pool.run(4, fills_left_to_torch)
-
-
-def refusals() -> None:
+@on_ranks(4)
+def test_what_lies_otherwise_is_refused() -> None:
     whole = values((6, 4))
     rows, hsdp = CASES["rows"], CASES["hsdp"]
     mesh = rows.mesh()
@@ -407,11 +376,8 @@ def refusals() -> None:
             refused()
 
 
-def test_what_lies_otherwise_is_refused(pool: RankPool) -> None:
-    pool.run(4, refusals)
-
-
-def bad_placements() -> None:
+@on_ranks(4)
+def test_placements_that_cannot_be_are_named() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     cut = RaggedShard([(2, 2)])
     wrong: list[tuple[Any, ...]] = [
@@ -431,10 +397,6 @@ def bad_placements() -> None:
         x = _dtensor.dtensor_from_spec(torch.zeros(2), spec, requires_grad=False, cls=RaggedTensor)
         with pytest.raises(ConfigError, match=r"RaggedTensor.* expected"):
             _ = x.interval
-
-
-def test_placements_that_cannot_be_are_named(pool: RankPool) -> None:
-    pool.run(4, bad_placements)
 
 
 # checkpoints
@@ -483,7 +445,9 @@ def tensors_of(form: str, shift: float = 0.0) -> dict[str, DTensor]:
 TARGETS = ["1d", "hsdp", "rows", "copies_and_columns", "dtensor_1d", "dtensor_tp"]
 
 
-def through_a_checkpoint(source: str) -> None:
+@on_ranks(4, timeout_s=120)
+@pytest.mark.parametrize("source", [*CASES, *ORDINARY])
+def test_checkpoints_go_from_any_mesh_to_any_other(source: str) -> None:
     """Saved as ``source``, loaded in other forms."""
     folder = shared_folder()
     planner = Noting()
@@ -495,8 +459,3 @@ def through_a_checkpoint(source: str) -> None:
         dcp.load(loaded, checkpoint_id=folder)
         for seed, shape in enumerate(SHAPES):
             assert torch.equal(loaded[str(seed)].full_tensor(), values(shape, seed)), target
-
-
-@pytest.mark.parametrize("source", [*CASES, *ORDINARY])
-def test_checkpoints_go_from_any_mesh_to_any_other(pool: RankPool, source: str) -> None:
-    pool.run(4, through_a_checkpoint, source, timeout_s=120)

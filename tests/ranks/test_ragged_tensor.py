@@ -22,7 +22,7 @@ from fullshard import PerParameter, Ragged, RaggedTensor, fully_shard
 from fullshard.errors import RaggedOperationError
 from tests.ranks.models import full_parameters
 from tests.ranks.net import apart, batch, make, optimizer_of, shard, step, train_both
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_state import shared_folder
 from tests.versions import asks_subclasses
 
@@ -34,7 +34,9 @@ def ragged(granularity: Any = "element", **options: Any) -> nn.Module:
     return shard(make(), layout=Ragged(granularity), **options)
 
 
-def shown(granularity: Any) -> None:
+@on_ranks(1, 2, 3)
+@granularities
+def test_it_shows_the_whole_tensor_and_holds_an_interval(world: int, granularity: Any) -> None:
     plain, model = make(), ragged(granularity)
     world, rank = dist.get_world_size(), dist.get_rank()
     for name, param in model.named_parameters():
@@ -58,21 +60,14 @@ def shown(granularity: Any) -> None:
         assert f"{held.start} to {held.stop}" in repr(param)
 
 
-@worlds
-@granularities
-def test_it_shows_the_whole_tensor_and_holds_an_interval(
-    pool: RankPool, world: int, granularity: Any
-) -> None:
-    pool.run(world, shown, granularity)
-
-
 def set_where(x: Any, y: Any) -> Any:
     result = x.clone()
     result[x > y] = 3.0
     return result
 
 
-def pointwise() -> None:
+@on_ranks(1, 2, 3)
+def test_pointwise_operations_run_on_intervals() -> None:
     """Each result, whole, equals that of the same operation on the whole tensor."""
     x = ragged().blocks[1].weight.detach()
     y = x * 2 + 1
@@ -106,12 +101,8 @@ def pointwise() -> None:
         assert torch.equal(got.full_tensor(), want) or want.isnan().any(), number
 
 
-@worlds
-def test_pointwise_operations_run_on_intervals(pool: RankPool, world: int) -> None:
-    pool.run(world, pointwise)
-
-
-def over_all_elements() -> None:
+@on_ranks(1, 2, 3)
+def test_norms_and_sums_are_those_of_the_whole_tensor() -> None:
     for param in ragged().parameters():
         x, a = param.detach(), param.full_tensor().detach()
         for order in (1, 2, 3.0, float("inf")):
@@ -137,23 +128,7 @@ def over_all_elements() -> None:
         assert torch.equal(x, other) == differs
 
 
-@worlds
-def test_norms_and_sums_are_those_of_the_whole_tensor(pool: RankPool, world: int) -> None:
-    pool.run(world, over_all_elements)
-
-
 HALVES = (torch.float16, torch.bfloat16)
-
-
-def reductions_of_halves(dtype: torch.dtype) -> None:
-    """Large sums of small values: in a half dtype they overflow, or stop to grow."""
-    plain = nn.Linear(400, 400, dtype=dtype)
-    for fill in (1.0, -3.0):
-        nn.init.constant_(plain.weight, fill)
-        x: Any = fully_shard(copy.deepcopy(plain), layout=Ragged()).weight.detach()
-        a = plain.weight.detach()
-        for reduce in REDUCTIONS:
-            torch.testing.assert_close(reduce(x), reduce(a), rtol=0, atol=0)
 
 
 REDUCTIONS: list[Callable[[Tensor], Any]] = [
@@ -169,11 +144,17 @@ REDUCTIONS: list[Callable[[Tensor], Any]] = [
 ]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_reductions_of_half_dtypes_are_as_wide_as_those_of_torch(
-    pool: RankPool, dtype: torch.dtype
-) -> None:
-    pool.run(2, reductions_of_halves, dtype)
+def test_reductions_of_half_dtypes_are_as_wide_as_those_of_torch(dtype: torch.dtype) -> None:
+    """Large sums of small values: in a half dtype they overflow, or stop to grow."""
+    plain = nn.Linear(400, 400, dtype=dtype)
+    for fill in (1.0, -3.0):
+        nn.init.constant_(plain.weight, fill)
+        x: Any = fully_shard(copy.deepcopy(plain), layout=Ragged()).weight.detach()
+        a = plain.weight.detach()
+        for reduce in REDUCTIONS:
+            torch.testing.assert_close(reduce(x), reduce(a), rtol=0, atol=0)
 
 
 REFUSED: list[Callable[[Tensor], Any]] = [
@@ -191,7 +172,8 @@ REFUSED: list[Callable[[Tensor], Any]] = [
 ]
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_needs_rows_or_columns_is_refused() -> None:
     x = ragged().blocks[0].weight.detach()
     messages = []
     for case in REFUSED:
@@ -200,13 +182,8 @@ def refusals() -> list[str]:
         messages.append(str(caught.value))
     with pytest.raises(RaggedOperationError, match="cut into the same intervals"):
         x + ragged("tensor").head.weight.detach()
-    return messages
-
-
-def test_what_needs_rows_or_columns_is_refused(pool: RankPool) -> None:
-    for messages in pool.run(2, refusals):
-        assert len(messages) == len(REFUSED)
-        assert all("(6, 6)" in m or "Call full_tensor()" in m for m in messages)
+    assert len(messages) == len(REFUSED)
+    assert all("(6, 6)" in m or "Call full_tensor()" in m for m in messages)
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -247,7 +224,9 @@ def test_a_fused_optimizer_works(pool: RankPool) -> None:
     assert max(pool.run(2, optimize, "AdamW", {"fused": True}, "row")) <= 1e-12
 
 
-def matrix_optimizer(name: str) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
+def test_optimizers_of_matrices_are_refused_and_told_what_to_use(name: str) -> None:
     model = ragged()
     params = [p for p in model.parameters() if p.dim() == 2]
     optimizer = getattr(torch.optim, name)(params, lr=0.1)
@@ -260,16 +239,14 @@ def matrix_optimizer(name: str) -> str:
 
     with pytest.raises(RaggedOperationError) as caught:
         optimizer.step(closure)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "PerParameter()" in message
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
-def test_optimizers_of_matrices_are_refused_and_told_what_to_use(pool: RankPool, name: str) -> None:
-    for message in pool.run(2, matrix_optimizer, name):
-        assert "PerParameter()" in message
-
-
-def clipped(norm_type: float, scaler: bool) -> tuple[float, float]:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("scaler", [False, True])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_torch_clips_and_scales_its_gradients(norm_type: float, scaler: bool) -> None:
     norms = []
 
     def script(model: nn.Module) -> None:
@@ -284,23 +261,13 @@ def clipped(norm_type: float, scaler: bool) -> tuple[float, float]:
             optimizer.zero_grad()
 
     difference = train_both(script, layout=Ragged())
-    return difference, max(
-        abs(a.item() - b.item()) for a, b in zip(norms[:3], norms[3:], strict=True)
-    )
+    norm = max(abs(a.item() - b.item()) for a, b in zip(norms[:3], norms[3:], strict=True))
+    assert difference <= 1e-12
+    assert norm <= 1e-12
 
 
-@worlds
-@pytest.mark.parametrize("scaler", [False, True])
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_torch_clips_and_scales_its_gradients(
-    pool: RankPool, world: int, norm_type: float, scaler: bool
-) -> None:
-    for difference, norm in pool.run(world, clipped, norm_type, scaler):
-        assert difference <= 1e-12
-        assert norm <= 1e-12
-
-
-def skips_infinite() -> bool:
+@on_ranks(2)
+def test_an_infinity_on_one_rank_skips_the_step_on_all() -> None:
     model = ragged()
     optimizer = optimizer_of(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -311,16 +278,13 @@ def skips_infinite() -> bool:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 4.0
-    return all(torch.equal(before[n], p) for n, p in full_parameters(model).items())
+    assert all(torch.equal(before[n], p) for n, p in full_parameters(model).items())
 
 
-def test_an_infinity_on_one_rank_skips_the_step_on_all(pool: RankPool) -> None:
-    assert pool.run(2, skips_infinite) == [True, True]
-
-
-def whole_in_disguise(granularity: Any) -> None:
+@on_ranks(1, 2, 3)
+def test_a_whole_tensor_with_the_placement_of_an_interval_is_cut() -> None:
     """A whole tensor with the placement of an interval, as software makes that does not know it."""
-    model = ragged(granularity)
+    model = ragged("element")
     for param in model.parameters():
         want = torch.arange(param.numel(), dtype=param.dtype).view(param.shape)
         made = DTensor.from_local(
@@ -331,14 +295,8 @@ def whole_in_disguise(granularity: Any) -> None:
         assert torch.equal(param.full_tensor(), want)
 
 
-@worlds
-def test_a_whole_tensor_with_the_placement_of_an_interval_is_cut(
-    pool: RankPool, world: int
-) -> None:
-    pool.run(world, whole_in_disguise, "element")
-
-
-def copies() -> None:
+@on_ranks(1, 2, 3)
+def test_it_can_be_copied_pickled_and_averaged() -> None:
     model = ragged()
     model(batch()).sum().backward()
     param = model.head.weight
@@ -365,12 +323,9 @@ def copies() -> None:
     assert apart(averaged.module, model) == 0.0
 
 
-@worlds
-def test_it_can_be_copied_pickled_and_averaged(pool: RankPool, world: int) -> None:
-    pool.run(world, copies)
-
-
-def differentiated() -> None:
+@asks_subclasses
+@on_ranks(1, 2, 3)
+def test_whole_and_local_tensors_are_differentiable() -> None:
     model, plain = ragged(), make()
     for (_, param), want in zip(model.named_parameters(), plain.parameters(), strict=True):
         weights = torch.arange(want.numel(), dtype=want.dtype).view(want.shape)
@@ -383,13 +338,9 @@ def differentiated() -> None:
         assert torch.equal(param.grad.full_tensor(), torch.full_like(want, 3.0))
 
 
-@asks_subclasses
-@worlds
-def test_whole_and_local_tensors_are_differentiable(pool: RankPool, world: int) -> None:
-    pool.run(world, differentiated)
-
-
-def loads_full(assign: bool) -> float:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_full_state_dict_is_loaded_as_it_is(assign: bool) -> None:
     """A plain, whole state dict of the unsharded model is simply loaded."""
     plain, model = make(seed_scale=0.2), ragged("row")
     model.load_state_dict(plain.state_dict())
@@ -401,16 +352,11 @@ def loads_full(assign: bool) -> float:
         model = ragged("row")
         model.load_state_dict(state, assign=True)
         model(batch())
-    return apart(model, plain)
+    assert apart(model, plain) <= 1e-12
 
 
-@worlds
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_full_state_dict_is_loaded_as_it_is(pool: RankPool, world: int, assign: bool) -> None:
-    assert max(pool.run(world, loads_full, assign)) <= 1e-12
-
-
-def from_meta() -> float:
+@on_ranks(1, 2, 3)
+def test_a_model_made_on_the_meta_device_is_filled() -> None:
     plain = make()
     with torch.device("meta"):
         model = make()
@@ -419,12 +365,7 @@ def from_meta() -> float:
     model.load_state_dict(plain.state_dict())
     step(model, optimizer_of(model))
     step(plain, optimizer_of(plain))
-    return apart(model, plain)
-
-
-@worlds
-def test_a_model_made_on_the_meta_device_is_filled(pool: RankPool, world: int) -> None:
-    assert max(pool.run(world, from_meta)) <= 1e-12
+    assert apart(model, plain) <= 1e-12
 
 
 def random_init() -> float:
@@ -445,18 +386,14 @@ def test_random_initialisation_does_not_depend_on_the_cuts(pool: RankPool, world
     assert max(pool.run(world, random_init)) == 0.0
 
 
-def cast() -> float:
+@on_ranks(1, 2, 3)
+def test_the_module_can_be_cast() -> None:
     plain, model = make(), ragged()
     for one in (plain, model):
         one.to(torch.float32)
         step(one, optimizer_of(one))
     assert all(p.dtype is torch.float32 for p in model.parameters())
-    return apart(model, plain)
-
-
-@worlds
-def test_the_module_can_be_cast(pool: RankPool, world: int) -> None:
-    assert max(pool.run(world, cast)) <= 1e-6
+    assert apart(model, plain) <= 1e-6
 
 
 LAYOUTS = {
@@ -499,7 +436,8 @@ def test_checkpoints_go_from_any_layout_to_any_other(
         assert max(pool.run(world, through_a_checkpoint, source, target)) <= 1e-12
 
 
-def full_state_of() -> bool:
+@on_ranks(1, 2, 3)
+def test_torch_makes_full_state_dicts_of_it() -> None:
     options = dcp_state.StateDictOptions(full_state_dict=True)
     model = ragged()
     optimizer = optimizer_of(model)
@@ -508,9 +446,4 @@ def full_state_of() -> bool:
     expected = full_parameters(model)
     shapes = {n: m["exp_avg"].shape for n, m in moments["state"].items()}
     assert shapes == {n: p.shape for n, p in expected.items()}
-    return all(type(v) is Tensor and torch.equal(v, expected[n]) for n, v in whole.items())
-
-
-@worlds
-def test_torch_makes_full_state_dicts_of_it(pool: RankPool, world: int) -> None:
-    assert pool.run(world, full_state_of) == [True] * world
+    assert all(type(v) is Tensor and torch.equal(v, expected[n]) for n, v in whole.items())

@@ -15,7 +15,7 @@ from fullshard.engine import steps
 from fullshard.errors import ConfigError, FullshardError, TornStepError, UnsupportedError
 from fullshard.optim import ShardedOptimizer
 from tests.ranks.models import full_parameters
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_autograd_failures import Trouble
 from tests.ranks.test_torn_steps import adamw, compute, equals, fail, muon, owned, sharded, trained
 from tests.ranks.test_watch import tower
@@ -67,7 +67,19 @@ def with_plain_matrix() -> Any:
     return model
 
 
-def refused(make: Make, spoil: Callable[[Any], Callable[[], None]], error: type[Exception]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("make", "spoil", "error"),
+    [
+        (late, nothing, FullshardError),
+        (sharded, whole_state, ConfigError),
+        (owned, sparse_gradient, UnsupportedError),
+        (muon, sparse_gradient, UnsupportedError),
+    ],
+)
+def test_a_refused_step_has_left_nothing(
+    make: Make, spoil: Callable[[Any], Callable[[], None]], error: type[Exception]
+) -> None:
     """Nothing has changed, nobody is told anything, and training goes on."""
     model = with_plain_matrix()
     optimizer = make(model)
@@ -91,24 +103,6 @@ def refused(make: Make, spoil: Callable[[Any], Callable[[], None]], error: type[
     model = with_plain_matrix()
     trained(model, make(model), (0, 1, 2))
     equals(found, full_parameters(model))
-
-
-@pytest.mark.parametrize(
-    ("make", "spoil", "error"),
-    [
-        (late, nothing, FullshardError),
-        (sharded, whole_state, ConfigError),
-        (owned, sparse_gradient, UnsupportedError),
-        (muon, sparse_gradient, UnsupportedError),
-    ],
-)
-def test_a_refused_step_has_left_nothing(
-    pool: RankPool,
-    make: Make,
-    spoil: Callable[[Any], Callable[[], None]],
-    error: type[Exception],
-) -> None:
-    pool.run(2, refused, make, spoil, error)
 
 
 def told_next(model: Any, optimizer: torch.optim.Optimizer) -> str:

@@ -27,7 +27,7 @@ from fullshard.comm.native import Native
 from fullshard.comm.shared import Shared
 from fullshard.comm.twolevel import TwoLevels
 from fullshard.errors import ConfigError
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_shared import gather
 
 
@@ -88,7 +88,11 @@ def test_else_memory_is_shared(pool: RankPool) -> None:
     assert pool.run(3, reach, "") == [Shared.__name__] * 3
 
 
-def wished(own: str, numel: int) -> tuple[str, float]:
+@on_ranks(3)
+@pytest.mark.parametrize(
+    ("own", "found"), [("backend", Native), ("auto", Shared), ("shared", Shared)]
+)
+def test_one_rank_may_ask_for_the_backends_own_collectives(own: str, found: type) -> None:
     """The transport that ranks find if rank 1 wishes so; and how far means in bf16 are off."""
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patched:
@@ -97,27 +101,17 @@ def wished(own: str, numel: int) -> tuple[str, float]:
         wire = C10d(group, "cpu")
         assert wire.adds_wide
         assert gather(wire)()
-    parts = torch.arange(3 * numel * group.size()).view(group.size(), -1).remainder(7) / 64 + 1
+    parts = torch.arange(3 * 4 * group.size()).view(group.size(), -1).remainder(7) / 64 + 1
     exact = parts.bfloat16().double().mean(0)
     own_part = parts[group.rank()].bfloat16()
-    reduced, whole = torch.empty(3 * numel // group.size()), own_part.clone()
+    reduced, whole = torch.empty(3 * 4 // group.size()), own_part.clone()
     wire.reduce_scatter_mean(reduced, own_part).wait()
     wire.all_reduce_mean(whole).wait()
     wanted = exact.view(group.size(), -1)[group.rank()]
     rounded = exact.bfloat16().double()
     off = (reduced.double() - wanted).abs().max() + (whole.double() - rounded).abs().max()
-    return type(way_of(group, TransportRequest(Transport.SHARED))).__name__, off.item()
-
-
-@pytest.mark.parametrize(
-    ("own", "found"), [("backend", Native), ("auto", Shared), ("shared", Shared)]
-)
-def test_one_rank_may_ask_for_the_backends_own_collectives(
-    pool: RankPool, own: str, found: type
-) -> None:
-    for name, off in pool.run(3, wished, own, 4):
-        assert name == found.__name__
-        assert off < 1e-6  # sums in bf16 would be off by some thousandths
+    assert type(way_of(group, TransportRequest(Transport.SHARED))) is found
+    assert off < 1e-6  # sums in bf16 would be off by some thousandths
 
 
 def refused_wish(own: str, *off: str) -> str:
@@ -240,19 +234,16 @@ def test_a_peer_gets_no_memory_before_it_has_proved_itself() -> None:
     caller.close()
 
 
-def other_version() -> str:
+@on_ranks(3)
+def test_versions_that_cannot_connect_are_refused_on_all_ranks() -> None:
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
             patched.setattr(handshake, "VERSION", 7)
         with pytest.raises(ConfigError) as raised:
             C10d(dist.new_group(), "cpu").connect()
-    return str(raised.value)
-
-
-def test_versions_that_cannot_connect_are_refused_on_all_ranks(pool: RankPool) -> None:
-    for said in pool.run(3, other_version):
-        assert "ranks 0, 2 version 1 of the protocol, rank 1 version 7" in said
-        assert "install the same version on all hosts" in said
+    said = str(raised.value)
+    assert "ranks 0, 2 version 1 of the protocol, rank 1 version 7" in said
+    assert "install the same version on all hosts" in said
 
 
 def test_other_users_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,19 +16,23 @@ from fullshard.errors import LostRankError, PeerError
 from fullshard.recover import life
 from fullshard.recover.membership import Membership, Outcome, Vote
 from fullshard.recover.resilient import leave
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_autograd_failures import Trouble
 
 
-def transferred(folder: Path, error: type[Exception] | None) -> tuple[int, int]:
+@on_ranks(1, process_group=False)
+@pytest.mark.parametrize("error", [Trouble, PeerError, None])
+def test_transferred_state_that_is_never_loaded_is_removed_from_memory(
+    tmp_path: Path, error: type[Exception] | None
+) -> None:
     """Transfer the state of a first step to an attempt that ends, by ``error``, before it loads it.
 
     Returns:
         The number of files in memory during that attempt, and after it.
     """
-    memory = folder / "memory"
+    memory = tmp_path / "memory"
     memory.mkdir()
-    store = dist.FileStore(str(folder / "store"), 1)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     meanwhile = []
 
@@ -55,14 +59,7 @@ def transferred(folder: Path, error: type[Exception] | None) -> tuple[int, int]:
         else:
             assert error is None
             dist.destroy_process_group()
-    return len(meanwhile), len([*memory.iterdir()])
-
-
-@pytest.mark.parametrize("error", [Trouble, PeerError, None])
-def test_transferred_state_that_is_never_loaded_is_removed_from_memory(
-    pool: RankPool, tmp_path: Path, error: type[Exception] | None
-) -> None:
-    assert pool.run(1, transferred, tmp_path, error, process_group=False) == [(1, 0)]
+    assert (len(meanwhile), len([*memory.iterdir()])) == (1, 0)
 
 
 def models_of_the_attempt_before(path: Path) -> list[bool]:

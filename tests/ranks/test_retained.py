@@ -13,7 +13,7 @@ import fullshard
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.autograd import engine_of
-from tests.ranks.pool import RankPool, every_world
+from tests.ranks.pool import RankPool, every_world, on_ranks
 
 DIM = 6
 
@@ -91,7 +91,8 @@ def test_nor_is_it_with_other_policies(pool: RankPool, reshard: bool | int | Non
     pool.run(4, accumulates, "dtensors", reshard, (1,))
 
 
-def keeps_a_graph() -> None:
+@on_ranks(2)
+def test_memory_is_kept_for_as_long_as_a_graph_may_read_it() -> None:
     model = shard(model_of((), keeps=True), "dtensors", True)
     model(batch(0)).sum().backward()
     assert held(model) > 0  # the kept tensors may be backpropagated
@@ -104,10 +105,6 @@ def keeps_a_graph() -> None:
     assert held(model) == full > 0
     model(batch(0)).sum().backward()
     assert held(model) == 0
-
-
-def test_memory_is_kept_for_as_long_as_a_graph_may_read_it(pool: RankPool) -> None:
-    pool.run(2, keeps_a_graph)
 
 
 class Saves(torch.autograd.Function):
@@ -135,7 +132,8 @@ class SavesByHand(nn.Module):
         return y
 
 
-def keeps_an_attribute() -> None:
+@on_ranks(2)
+def test_attributes_of_a_function_count_too() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(SavesByHand(), SavesByHand())
     for block in (*model, model):
@@ -150,18 +148,11 @@ def keeps_an_attribute() -> None:
     model(batch(0)).sum().backward()
 
 
-def test_attributes_of_a_function_count_too(pool: RankPool) -> None:
-    pool.run(2, keeps_an_attribute)
-
-
-def differentiates_twice() -> None:
+@on_ranks(2)
+def test_a_backward_that_keeps_its_graph() -> None:
     model = shard(model_of(()), "dtensors", True)
     x = batch(0).requires_grad_()
     (grad,) = torch.autograd.grad(model(x).sum(), [x], create_graph=True)
     assert held(model) > 0
     grad.pow(2).sum().backward()
     assert held(model) == 0
-
-
-def test_a_backward_that_keeps_its_graph(pool: RankPool) -> None:
-    pool.run(2, differentiates_twice)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fullshard
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.net import batch, make
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.rows import check_alike, each, grads, outcomes, raised, shard, shown, whole
 from tests.ranks.strict import left
 from tests.versions import TORCH, new_in_fsdp2
@@ -340,13 +340,10 @@ def functional_calls_again(fsdp: Any) -> Any:
     return [raised(lambda: model(x).sum().backward()), torch.equal(values[0], values[1])]
 
 
-def test_functional_calls_may_follow_each_other(pool: RankPool) -> None:
-    for ours in pool.run(2, functional_calls_again_of_ours):
-        assert ours == ["nothing raised", True]
-
-
-def functional_calls_again_of_ours() -> Any:
-    return functional_calls_again(fullshard)
+@on_ranks(2)
+def test_functional_calls_may_follow_each_other() -> None:
+    ours = functional_calls_again(fullshard)
+    assert ours == ["nothing raised", True]
 
 
 def derived_class(fsdp: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import fullshard
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.net import Net, batch, make, optimizer_of, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.rows import check_alike, each, grads, outcomes, raised, shard, shown, whole
 from tests.versions import INTEGER_PARAMETERS, TORCH
 
@@ -263,7 +263,10 @@ class TakesLinked(nn.Linear):
         return super().forward(given.value + given.derived)
 
 
-def forward_of_what_holds_itself(dtype: Any = None) -> list[tuple[float, float]]:
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
+def test_an_argument_that_holds_itself_is_taken(dtype: Any) -> None:
+    """PyTorch's look into dataclasses, too, and refuse those that are deeper than 128."""
     found = []
     for is_sharded in (False, True):
         torch.manual_seed(0)
@@ -277,14 +280,8 @@ def forward_of_what_holds_itself(dtype: Any = None) -> list[tuple[float, float]]
         out = model(given)
         out.float().sum().backward()
         found.append((out.sum().item(), given.value.grad.sum().item()))
-    return found
-
-
-@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
-def test_an_argument_that_holds_itself_is_taken(pool: RankPool, dtype: Any) -> None:
-    """PyTorch's look into dataclasses, too, and refuse those that are deeper than 128."""
-    for plain, sharded in pool.run(2, forward_of_what_holds_itself, dtype):
-        assert sharded == pytest.approx(plain, rel=0.02 if dtype else 1e-6)
+    plain, sharded = found
+    assert sharded == pytest.approx(plain, rel=0.02 if dtype else 1e-6)
 
 
 def state_of_an_optimizer_after_an_evaluation(fsdp: Any) -> Any:

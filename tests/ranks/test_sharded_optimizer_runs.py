@@ -18,7 +18,7 @@ from fullshard import fully_shard
 from fullshard.optim import ShardedOptimizer
 from fullshard.tensors import flat_part_of, local_part
 from tests.ranks.models import noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_sharded_optimizer import (
     LAYOUTS,
     Make,
@@ -28,9 +28,6 @@ from tests.ranks.test_sharded_optimizer import (
     same_state,
     sharded,
 )
-
-worlds = pytest.mark.parametrize("world", [1, 2, 3])
-
 
 # How many tensors it steps on
 
@@ -58,7 +55,9 @@ def with_gradients(model: nn.Module, number: int = 0) -> None:
     model(noise(2, 4, seed=number).float()).sum().backward()
 
 
-def counts_runs(layout: str) -> None:
+@both_layouts
+@on_ranks(1, 2, 3)
+def test_one_run_for_each_unit(layout: str) -> None:
     model = many(layout, 5)
     params = list(model.parameters())
     parts = [flat_part_of(local_part(param)) for param in params]
@@ -77,12 +76,6 @@ def counts_runs(layout: str) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     optimizer.step()
     assert optimizer.num_runs == expected + cut  # has no gradient yet
-
-
-@both_layouts
-@worlds
-def test_one_run_for_each_unit(pool: RankPool, world: int, layout: str) -> None:
-    pool.run(world, counts_runs, layout)
 
 
 class Wide(nn.Module):
@@ -106,22 +99,16 @@ def counts_runs_of(model: nn.Module, num_backwards: int) -> int:
     return optimizer.num_runs
 
 
-def counts_runs_of_large_gradients(layout: str) -> int:
-    return counts_runs_of(fully_shard(Wide(), **LAYOUTS[layout]), 1)
-
-
-def counts_runs_of_sums(layout: str) -> int:
-    return counts_runs_of(many(layout, 5), 2)
-
-
+@on_ranks(2)
 @both_layouts
-def test_large_gradients_are_neighbours_too(pool: RankPool, layout: str) -> None:
-    assert max(pool.run(2, counts_runs_of_large_gradients, layout)) <= 2
+def test_large_gradients_are_neighbours_too(layout: str) -> None:
+    assert counts_runs_of(fully_shard(Wide(), **LAYOUTS[layout]), 1) <= 2
 
 
+@on_ranks(2)
 @both_layouts
-def test_gradients_that_added_up_are_neighbours_too(pool: RankPool, layout: str) -> None:
-    assert max(pool.run(2, counts_runs_of_sums, layout)) <= 3
+def test_gradients_that_added_up_are_neighbours_too(layout: str) -> None:
+    assert counts_runs_of(many(layout, 5), 2) <= 3
 
 
 class Calls(TorchDispatchMode):
@@ -171,7 +158,9 @@ def aliases(model: nn.Module) -> list[int]:
     return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
 
 
-def holds_nothing(layout: str) -> None:
+@on_ranks(2)
+@both_layouts
+def test_between_steps_it_holds_no_parameters_and_no_gradients(layout: str) -> None:
     model = many(layout, 3)
     optimizer = ShardedOptimizer(model.parameters(), AdamW)
     with_gradients(model)
@@ -188,12 +177,9 @@ def holds_nothing(layout: str) -> None:
         del grads
 
 
+@on_ranks(2)
 @both_layouts
-def test_between_steps_it_holds_no_parameters_and_no_gradients(pool: RankPool, layout: str) -> None:
-    pool.run(2, holds_nothing, layout)
-
-
-def changes_memory(layout: str) -> float:
+def test_follows_parameters_that_moved(layout: str) -> None:
     """Another dtype, and new memory for one parameter, as ``.to()`` and loads do."""
 
     def script(model: Any, make_optimizer: Make) -> nn.Module:
@@ -210,12 +196,7 @@ def changes_memory(layout: str) -> float:
     kwargs = {"lr": 0.1, "momentum": 0.9, "foreach": False}
     mine = script(sharded(layout), lambda params: ShardedOptimizer(params, SGD, **kwargs))
     its = script(sharded(layout), lambda params: SGD(params, **kwargs))
-    return difference(mine, its)
-
-
-@both_layouts
-def test_follows_parameters_that_moved(pool: RankPool, layout: str) -> None:
-    assert pool.run(2, changes_memory, layout) == [0.0, 0.0]
+    assert difference(mine, its) == 0.0
 
 
 # Parameters that no unit holds
@@ -240,7 +221,8 @@ def put_gradients(params: list[nn.Parameter], step: int) -> None:
         param.grad = grad
 
 
-def steps_on_others() -> None:
+@on_ranks(2)
+def test_steps_on_any_tensor() -> None:
     mine, its = others(), others()
     optimizer, expected = ShardedOptimizer(mine, AdamW), AdamW(its)
     for step in range(4):
@@ -253,11 +235,8 @@ def steps_on_others() -> None:
         assert torch.equal(local_part(a), local_part(b))
 
 
-def test_steps_on_any_tensor(pool: RankPool) -> None:
-    pool.run(2, steps_on_others)
-
-
-def sparse() -> float:
+@on_ranks(1, process_group=False)
+def test_steps_on_sparse_gradients() -> None:
     models = [nn.Embedding(5, 3, sparse=True) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     mine = ShardedOptimizer(models[0].parameters(), SGD, lr=0.1)
@@ -267,14 +246,11 @@ def sparse() -> float:
             optimizer.zero_grad()
             model(torch.tensor([1, 3])).sum().backward()
             optimizer.step()
-    return difference(*models)
+    assert difference(*models) == 0.0
 
 
-def test_steps_on_sparse_gradients(pool: RankPool) -> None:
-    assert pool.run(1, sparse, process_group=False) == [0.0]
-
-
-def waits() -> None:
+@on_ranks(2)
+def test_waits_for_gradients() -> None:
     """Gradients whose communication is still under way, as in tensor parallelism."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     mine, its = (nn.Parameter(distribute_tensor(noise(4, 2), mesh, [Replicate()])) for _ in "ab")
@@ -290,14 +266,12 @@ def waits() -> None:
     assert torch.equal(local_part(mine), local_part(its))
 
 
-def test_waits_for_gradients(pool: RankPool) -> None:
-    pool.run(2, waits)
-
-
 # Groups
 
 
-def regroups(layout: str) -> float:
+@on_ranks(2)
+@both_layouts
+def test_groups_may_change(layout: str) -> None:
     """Parameters change their group, groups come and go."""
 
     def script(model: Any, make_optimizer: Make) -> nn.Module:
@@ -324,9 +298,4 @@ def regroups(layout: str) -> float:
     kwargs = {"lr": 0.1, "foreach": False}
     mine = script(sharded(layout), lambda groups: ShardedOptimizer(groups, AdamW, **kwargs))
     its = script(sharded(layout), lambda groups: AdamW(groups, **kwargs))
-    return difference(mine, its)
-
-
-@both_layouts
-def test_groups_may_change(pool: RankPool, layout: str) -> None:
-    assert pool.run(2, regroups, layout) == [0.0, 0.0]
+    assert difference(mine, its) == 0.0

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from fullshard.errors import ConfigError
 from fullshard.optim import ShardedOptimizer
 from fullshard.tensors import local_part
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_sharded_optimizer import (
     backward,
     both_layouts,
@@ -169,7 +169,8 @@ def test_state_may_be_edited(pool: RankPool, world: int, layout: str) -> None:
     pool.run(world, edits, layout)
 
 
-def follows() -> None:
+@on_ranks(2)
+def test_what_is_held_of_the_state_follows() -> None:
     """What users hold of the state stays true, also when runs change."""
     pair = Pair("per_parameter")
     pair.step()
@@ -181,10 +182,6 @@ def follows() -> None:
     assert pair.mine.state[param] is own
     assert all(torch.equal(local_part(own[key]), local_part(held[key])) for key in ("exp_avg",))
     pair.check()
-
-
-def test_what_is_held_of_the_state_follows(pool: RankPool) -> None:
-    pool.run(2, follows)
 
 
 def older() -> None:

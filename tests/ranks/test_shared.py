@@ -23,7 +23,7 @@ from fullshard.comm.memory import Memory
 from fullshard.comm.shared import Shared
 from fullshard.errors import LostRankError, ProtocolError
 from tests.ranks.models import noise
-from tests.ranks.pool import RankPool, every_world
+from tests.ranks.pool import RankPool, every_world, on_ranks
 
 
 def world_group() -> dist.ProcessGroup:
@@ -70,7 +70,14 @@ def test_a_group_may_wait_for_a_year(pool: RankPool, hosts: str) -> None:
     assert pool.run(2, long_timeout, hosts) == [True] * 2
 
 
-def many_sizes_in_any_order(seed: int) -> None:
+def nbytes_of(memory: Memory) -> int:
+    """What is in memory of the file."""
+    return 512 * os.fstat(memory._fd).st_blocks
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_and_size_in_little_memory(seed: int) -> None:
     draw = random.Random(seed)  # the same on all ranks
     wire = C10d(world_group(), "cpu")
     in_flight: list[Callable[[], bool]] = []
@@ -83,17 +90,6 @@ def many_sizes_in_any_order(seed: int) -> None:
     assert nbytes_of(shared(world_group())._arena.memory) <= 7 * 8 * 70_001 + 65536
 
 
-def nbytes_of(memory: Memory) -> int:
-    """What is in memory of the file."""
-    return 512 * os.fstat(memory._fd).st_blocks
-
-
-@every_world
-@pytest.mark.parametrize("seed", range(3))
-def test_any_order_and_size_in_little_memory(pool: RankPool, world: int, seed: int) -> None:
-    pool.run(world, many_sizes_in_any_order, seed)
-
-
 def sent(source: int, target: int, number: int) -> Tensor:
     """What goes from one rank to another in one exchange; nothing, now and then."""
     draw = random.Random(f"{source} {target} {number}")
@@ -101,7 +97,9 @@ def sent(source: int, target: int, number: int) -> Tensor:
     return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(size + number))
 
 
-def exchanged(wire: str) -> None:
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("wire", ["1", "0"])
+def test_slices_of_an_exchange_may_have_any_size(world: int, wire: str) -> None:
     """Exchange bytes of many sizes, while gathers are in flight."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
@@ -116,12 +114,6 @@ def exchanged(wire: str) -> None:
             assert torch.equal(found, torch.cat(theirs))
             assert finish()
         dist.destroy_process_group(group)
-
-
-@every_world
-@pytest.mark.parametrize("wire", ["1", "0"])
-def test_slices_of_an_exchange_may_have_any_size(pool: RankPool, world: int, wire: str) -> None:
-    pool.run(world, exchanged, wire)
 
 
 def unlike_splits() -> str:
@@ -144,7 +136,8 @@ def test_sizes_that_differ_between_ranks_are_told(pool: RankPool) -> None:
     assert second == ""
 
 
-def nobody_waits() -> None:
+@on_ranks(2)
+def test_what_nobody_waits_for_takes_no_memory_for_long() -> None:
     wire = C10d(world_group(), "cpu")
     for _ in range(50):
         gather(wire, 10_000)
@@ -154,7 +147,8 @@ def nobody_waits() -> None:
         assert len(neighbour._arrived) + len(neighbour._unwanted) <= 3
 
 
-def nobody_waits_for_anything() -> None:
+@on_ranks(2)
+def test_if_nobody_waits_at_all_memory_is_used_again() -> None:
     group = dist.new_group()  # the other one's memory has been used before
     wire = C10d(group, "cpu")
     for number in range(4000):
@@ -168,15 +162,8 @@ def nobody_waits_for_anything() -> None:
     dist.destroy_process_group(group)
 
 
-def test_what_nobody_waits_for_takes_no_memory_for_long(pool: RankPool) -> None:
-    pool.run(2, nobody_waits)
-
-
-def test_if_nobody_waits_at_all_memory_is_used_again(pool: RankPool) -> None:
-    pool.run(2, nobody_waits_for_anything)
-
-
-def leave_at_once() -> bool:
+@on_ranks(3)
+def test_a_rank_that_has_what_it_needs_may_leave() -> None:
     """Rank 0 is gone when the others start to read."""
     wire = C10d(world_group(), "cpu")
     finish = gather(wire, 100_000)
@@ -184,14 +171,11 @@ def leave_at_once() -> bool:
         time.sleep(0.3)
     right = finish()
     dist.destroy_process_group()
-    return right
+    assert right
 
 
-def test_a_rank_that_has_what_it_needs_may_leave(pool: RankPool) -> None:
-    assert pool.run(3, leave_at_once) == [True] * 3
-
-
-def a_rank_leaves() -> None:
+@on_ranks(2)
+def test_a_rank_that_is_gone_is_told_at_once() -> None:
     wire = C10d(world_group(), "cpu")
     assert gather(wire)()
     if wire.rank == 1:
@@ -202,11 +186,8 @@ def a_rank_leaves() -> None:
     dist.destroy_process_group()
 
 
-def test_a_rank_that_is_gone_is_told_at_once(pool: RankPool) -> None:
-    pool.run(2, a_rank_leaves)
-
-
-def a_rank_is_silent() -> None:
+@on_ranks(3)
+def test_a_rank_that_is_silent_is_told_after_the_time_out() -> None:
     group = dist.new_group(timeout=timedelta(seconds=1))
     wire = C10d(group, "cpu")
     assert gather(wire)()
@@ -216,10 +197,6 @@ def a_rank_is_silent() -> None:
         ):
             gather(wire)()
     dist.barrier()
-
-
-def test_a_rank_that_is_silent_is_told_after_the_time_out(pool: RankPool) -> None:
-    pool.run(3, a_rank_is_silent)
 
 
 def different_sizes() -> None:
@@ -254,7 +231,8 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def nothing_is_left() -> None:
+@on_ranks(2)
+def test_all_is_closed_with_the_group() -> None:
     group = dist.new_group()
     gather(C10d(group, "cpu", Transport.NATIVE))()  # gloo opens files of its own
     before = open_files()
@@ -268,11 +246,8 @@ def nothing_is_left() -> None:
     dist.barrier()
 
 
-def test_all_is_closed_with_the_group(pool: RankPool) -> None:
-    pool.run(2, nothing_is_left)
-
-
-def inference_first() -> None:
+@on_ranks(2)
+def test_inference_mode_leaves_memory_writable() -> None:
     wire = C10d(world_group(), "cpu")
     with torch.inference_mode():
         assert gather(wire)()
@@ -283,11 +258,16 @@ def inference_first() -> None:
     model(torch.ones(2, 8)).sum().backward()
 
 
-def test_inference_mode_leaves_memory_writable(pool: RankPool) -> None:
-    pool.run(2, inference_first)
+def permissions_at(address: int) -> list[str]:
+    """How this process has mapped an address."""
+    with open("/proc/self/maps") as file:
+        ranges = (line.split(maxsplit=2)[:2] for line in file)
+        bounds = ((own.split("-"), how) for own, how in ranges)
+        return [how for (low, high), how in bounds if int(low, 16) <= address < int(high, 16)]
 
 
-def what_neighbours_may() -> None:
+@on_ranks(3)
+def test_ranks_can_read_each_others_memory_only() -> None:
     wire = C10d(world_group(), "cpu")
     assert gather(wire)()
     way = shared(world_group())
@@ -304,19 +284,9 @@ def what_neighbours_may() -> None:
         assert permissions_at(theirs.read(0, 8).data_ptr()) == ["r--s"]
 
 
-def permissions_at(address: int) -> list[str]:
-    """How this process has mapped an address."""
-    with open("/proc/self/maps") as file:
-        ranges = (line.split(maxsplit=2)[:2] for line in file)
-        bounds = ((own.split("-"), how) for own, how in ranges)
-        return [how for (low, high), how in bounds if int(low, 16) <= address < int(high, 16)]
-
-
-def test_ranks_can_read_each_others_memory_only(pool: RankPool) -> None:
-    pool.run(3, what_neighbours_may)
-
-
-def many_in_flight(count: int) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("count", [70, 500, 3000])
+def test_any_number_may_be_in_flight(count: int) -> None:
     wire = C10d(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
     assert gather(wire)()
     before = open_files()
@@ -326,12 +296,8 @@ def many_in_flight(count: int) -> None:
     assert open_files() == before
 
 
-@pytest.mark.parametrize("count", [70, 500, 3000])
-def test_any_number_may_be_in_flight(pool: RankPool, count: int) -> None:
-    pool.run(3, many_in_flight, count)
-
-
-def leave_with_much_to_tell() -> bool:
+@on_ranks(2)
+def test_a_rank_may_leave_before_others_read() -> None:
     """Rank 0 has all it needs when rank 1 begins to read what rank 0 has told it."""
     wire = C10d(world_group(), "cpu")
     in_flight = [gather(wire, 10) for _ in range(1000)]
@@ -339,14 +305,11 @@ def leave_with_much_to_tell() -> bool:
         time.sleep(0.5)
     right = all(finish() for finish in in_flight)
     dist.destroy_process_group()
-    return right
+    assert right
 
 
-def test_a_rank_may_leave_before_others_read(pool: RankPool) -> None:
-    assert pool.run(2, leave_with_much_to_tell) == [True] * 2
-
-
-def a_rank_leaves_while_much_is_in_flight() -> None:
+@on_ranks(3)
+def test_a_rank_that_is_gone_is_told_when_much_is_in_flight() -> None:
     wire = C10d(world_group(), "cpu")
     assert gather(wire)()
     if wire.rank == 1:
@@ -358,11 +321,9 @@ def a_rank_leaves_while_much_is_in_flight() -> None:
     dist.destroy_process_group()
 
 
-def test_a_rank_that_is_gone_is_told_when_much_is_in_flight(pool: RankPool) -> None:
-    pool.run(3, a_rank_leaves_while_much_is_in_flight)
-
-
-def all_units_at_once(face: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["unshard", "prefetch", "flat"])
+def test_any_number_of_units_may_be_gathered_at_once(face: str) -> None:
     layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(100)]
     model = torch.nn.Sequential(*layers)
     if face == "flat":
@@ -381,12 +342,8 @@ def all_units_at_once(face: str) -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("face", ["unshard", "prefetch", "flat"])
-def test_any_number_of_units_may_be_gathered_at_once(pool: RankPool, face: str) -> None:
-    pool.run(2, all_units_at_once, face)
-
-
-def waits_in_different_orders() -> float:
+@on_ranks(2, 3, 4)
+def test_means_are_right_in_whatever_order_ranks_wait() -> None:
     """What rank 0 laid out for a mean that it waits for late must stay there."""
     wire = C10d(world_group(), "cpu")
 
@@ -415,12 +372,7 @@ def waits_in_different_orders() -> float:
     for number, (_, found) in enumerate([first, second, third, fourth, fifth, sixth], 1):
         everyone = torch.stack([values(number, rank) for rank in range(wire.world)])
         worst = max(worst, (found - everyone.mean(0)).abs().max().item())
-    return worst
-
-
-@every_world
-def test_means_are_right_in_whatever_order_ranks_wait(pool: RankPool, world: int) -> None:
-    assert max(pool.run(world, waits_in_different_orders)) < 1e-14
+    assert worst < 1e-14
 
 
 def any_order_of_all_kinds(seed: int) -> float:

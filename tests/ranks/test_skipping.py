@@ -20,7 +20,7 @@ from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule import Op, Transcript
 from tests.ranks.models import noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.sparse import DIM, Case, Sparse, apart, difference, draw, loss_of, shard, train
 
 EXACT = 1e-12
@@ -151,7 +151,8 @@ SOME = [[[0, 1], []], [[1, 0, 1], []]]
 """What two ranks run: the second one expert twice; nobody runs expert 2, or any of block 1."""
 
 
-def grads_of_what_nobody_ran() -> tuple[list[bool], float]:
+@on_ranks(2)
+def test_grad_is_none_only_where_no_rank_ran() -> None:
     plain, model = make()
     run(model, mine(SOME)).backward()
     mean(plain, SOME)
@@ -160,16 +161,13 @@ def grads_of_what_nobody_ran() -> tuple[list[bool], float]:
         for block in model.blocks
         for expert in block.experts
     ]
-    return absent, difference(model, plain)
+    far = difference(model, plain)
+    assert absent == [False, False, True, True, True, True]
+    assert far < EXACT
 
 
-def test_grad_is_none_only_where_no_rank_ran(pool: RankPool) -> None:
-    for absent, far in pool.run(2, grads_of_what_nobody_ran):
-        assert absent == [False, False, True, True, True, True]
-        assert far < EXACT
-
-
-def outside_of_the_loss() -> float:
+@on_ranks(2)
+def test_what_is_run_outside_of_the_loss_changes_nothing() -> None:
     """One rank runs an expert without using what it returns, others do without gradients."""
     plain, model = make()
 
@@ -185,11 +183,7 @@ def outside_of_the_loss() -> float:
     hooks.move_to_end(next(reversed(hooks)), last=False)
     run(model, mine(SOME)).backward()
     mean(plain, SOME)
-    return difference(model, plain)
-
-
-def test_what_is_run_outside_of_the_loss_changes_nothing(pool: RankPool) -> None:
-    assert max(pool.run(2, outside_of_the_loss)) < EXACT
+    assert difference(model, plain) < EXACT
 
 
 class Boxed:
@@ -199,7 +193,8 @@ class Boxed:
         self.value = value
 
 
-def out_of_sight() -> float:
+@on_ranks(2)
+def test_a_block_whose_output_is_hidden() -> None:
     """A block hands its output out in a box, and one rank runs an expert more than that needs."""
     plain, model = make()
     for one in (plain, model):
@@ -217,14 +212,11 @@ def out_of_sight() -> float:
         far = max(far, difference(model, plain))
         for optimizer in optimizers:
             optimizer.step()
-    return far
+    assert far < EXACT
 
 
-def test_a_block_whose_output_is_hidden(pool: RankPool) -> None:
-    assert max(pool.run(2, out_of_sight)) < EXACT
-
-
-def without_gradients() -> float:
+@on_ranks(2)
+def test_runs_without_gradients_too() -> None:
     plain, model = make()
     plain.eval()
     model.eval()
@@ -234,28 +226,22 @@ def without_gradients() -> float:
         far = max(far, apart(run(model, mine(SOME)), run(plain, mine(SOME))))
     run(model.train(), mine(SOME)).backward()
     mean(plain.train(), SOME)
-    return max(far, difference(model, plain))
+    assert max(far, difference(model, plain)) < EXACT
 
 
-def test_runs_without_gradients_too(pool: RankPool) -> None:
-    assert max(pool.run(2, without_gradients)) < EXACT
-
-
-def twice_through_one_graph() -> float:
+@on_ranks(2)
+def test_a_graph_that_is_retained() -> None:
     plain, model = make()
     loss = run(model, mine(SOME))
     loss.backward(retain_graph=True)
     loss.backward()
     mean(plain, SOME)
     mean(plain, SOME)
-    return difference(model, plain)
+    assert difference(model, plain) < EXACT
 
 
-def test_a_graph_that_is_retained(pool: RankPool) -> None:
-    assert max(pool.run(2, twice_through_one_graph)) < EXACT
-
-
-def gradients_without_backward() -> float:
+@on_ranks(2)
+def test_autograd_grad() -> None:
     """``autograd.grad`` with respect to the input of the model, then a backward."""
     plain, model = make()
     far = []
@@ -264,11 +250,7 @@ def gradients_without_backward() -> float:
         far.append(torch.autograd.grad(one(x, mine(SOME)).sum(), x)[0])
     run(model, mine(SOME)).backward()
     mean(plain, SOME)
-    return max(apart(*far), difference(model, plain))
-
-
-def test_autograd_grad(pool: RankPool) -> None:
-    assert max(pool.run(2, gradients_without_backward)) < EXACT
+    assert max(apart(*far), difference(model, plain)) < EXACT
 
 
 class Broken(Exception):
@@ -309,18 +291,19 @@ def test_goes_on_after_exceptions(pool: RankPool, where: str) -> None:
     assert max(pool.run(2, after_exceptions, where)) < EXACT
 
 
-def tied(flat: bool) -> float:
+@on_ranks(2)
+def test_tied_parameters() -> None:
     """A weight of two experts that belongs to the root, which ranks do not skip."""
     plain = Case().model()
     for block in plain.blocks:
         block.experts[1].up.weight = plain.blocks[0].experts[1].up.weight
     model = copy.deepcopy(plain)
     weight = model.blocks[0].experts[1].up.weight
-    ignored: dict[str, Any] = {"ignored_states" if flat else "ignored_params": {weight}}
+    ignored: dict[str, Any] = {"ignored_states" if False else "ignored_params": {weight}}
 
     def unit(module: Any, **options: Any) -> Any:
         return (
-            FullyShardedDataParallel(module, **options) if flat else fully_shard(module, **options)
+            FullyShardedDataParallel(module, **options) if False else fully_shard(module, **options)
         )
 
     for block in model.blocks:
@@ -333,14 +316,15 @@ def tied(flat: bool) -> float:
     everyone = [[[0], [1, 1]], [[1], [2]]]
     run(sharded, mine(everyone)).backward()
     mean(plain, everyone)
-    return difference(sharded, plain)
+    assert difference(sharded, plain) < EXACT
 
 
-def test_tied_parameters(pool: RankPool) -> None:
-    assert max(pool.run(2, tied, flat=False)) < EXACT
+SETTINGS = ["budget", "told", "unshard", "kept after backward", "not last", "finalized"]
 
 
-def with_settings(setting: str) -> float:
+@on_ranks(2)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_neighbours(setting: str) -> None:
     plain, model = make()
     experts = [expert for block in model.blocks for expert in block.experts]
     if setting == "budget":
@@ -371,15 +355,7 @@ def with_settings(setting: str) -> float:
             model.finalize_backward()
         if last or setting != "not last":
             far = max(far, difference(model, plain))
-    return far
-
-
-SETTINGS = ["budget", "told", "unshard", "kept after backward", "not last", "finalized"]
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_of_neighbours(pool: RankPool, setting: str) -> None:
-    assert max(pool.run(2, with_settings, setting)) < EXACT
+    assert far < EXACT
 
 
 def message_of(call: Callable[[], object], *kinds: type[Exception]) -> str:
@@ -390,7 +366,23 @@ def message_of(call: Callable[[], object], *kinds: type[Exception]) -> str:
     return "nothing was raised"
 
 
-def refusals(flat: bool) -> dict[str, str]:
+def in_detail() -> float:
+    """With the order of units checked, of those that have one."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        case = Case(flat=True)
+        return train(draw(11, 2, 3, case), case)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_the_check_of_the_order_leaves_out_what_has_none(pool: RankPool) -> None:
+    assert max(pool.run(2, in_detail)) < EXACT
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("flat", [False, True])
+def test_refusals(flat: bool) -> None:
     plain, model = make(Case(flat=flat))
     blocks = model.module.blocks if flat else model.blocks
     block = blocks[0].module if flat else blocks[0]
@@ -413,17 +405,11 @@ def refusals(flat: bool) -> dict[str, str]:
         block.set_skip_tolerance(False)
     told["by itself"] = str(apart(expert(x), plain.blocks[0].experts[0](x)) < EXACT)
     model.set_skip_tolerance(False)
-    return told
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_refusals(pool: RankPool, flat: bool) -> None:
-    for told in pool.run(2, refusals, flat):
-        assert "middle of a forward" in told["busy"]
-        assert "inside of no other unit" in told["root"]
-        assert "expected a bool" in told["type"]
-        assert "outside of the forward of" in told["outside"]
-        assert told["goes on"] == told["by itself"] == "True"
+    assert "middle of a forward" in told["busy"]
+    assert "inside of no other unit" in told["root"]
+    assert "expected a bool" in told["type"]
+    assert "outside of the forward of" in told["outside"]
+    assert told["goes on"] == told["by itself"] == "True"
 
 
 class TwoParents(nn.Module):
@@ -458,7 +444,8 @@ def test_a_unit_in_two_others_is_refused_by_name(pool: RankPool) -> None:
     assert pool.run(2, tolerated_in_two_parents, True) == ["", ""]
 
 
-def changed_between_steps() -> float:
+@on_ranks(2)
+def test_may_change_between_steps() -> None:
     plain, model = make()
     far = 0.0
     for tolerant in (False, True, False, True):
@@ -469,14 +456,11 @@ def changed_between_steps() -> float:
         run(model, mine(everyone)).backward()
         mean(plain, everyone)
         far = max(far, difference(model, plain))
-    return far
+    assert far < EXACT
 
 
-def test_may_change_between_steps(pool: RankPool) -> None:
-    assert max(pool.run(2, changed_between_steps)) < EXACT
-
-
-def copies_and_states() -> float:
+@on_ranks(2)
+def test_copies_and_writes() -> None:
     """Deep copies tolerate what the original did; full parameters go in and out as ever."""
     plain, model = make()
     run(model, mine(SOME)).backward()
@@ -487,11 +471,7 @@ def copies_and_states() -> float:
                 param.mul_(0.5)
     run(twin, mine(SOME)).backward()
     mean(plain, SOME)
-    return difference(twin, plain)
-
-
-def test_copies_and_writes(pool: RankPool) -> None:
-    assert max(pool.run(2, copies_and_states)) < EXACT
+    assert difference(twin, plain) < EXACT
 
 
 def collectives() -> list[str]:

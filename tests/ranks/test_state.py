@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 from fullshard import fully_shard
 from tests.ranks.models import full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step, train_both
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 worlds = pytest.mark.parametrize("world", [1, 2, 3])
 EXACT = 1e-12
 
 
-def holds_the_shards() -> bool:
+@on_ranks(1, 2, 3)
+def test_a_state_dict_holds_dtensors_that_follow_training() -> None:
     plain = make()
     model = shard(copy.deepcopy(plain))
     state = model.state_dict()
@@ -35,12 +36,7 @@ def holds_the_shards() -> bool:
         assert state[name].shape == plain.get_parameter(name).shape
         assert state[name].to_local().data_ptr() == param.to_local().data_ptr()
     step(model, optimizer_of(model))
-    return all(torch.equal(state[n], p) for n, p in model.named_parameters())
-
-
-@worlds
-def test_a_state_dict_holds_dtensors_that_follow_training(pool: RankPool, world: int) -> None:
-    assert pool.run(world, holds_the_shards) == [True] * world
+    assert all(torch.equal(state[n], p) for n, p in model.named_parameters())
 
 
 def trained_state() -> tuple[dict[str, Tensor], Net]:
@@ -51,7 +47,9 @@ def trained_state() -> tuple[dict[str, Tensor], Net]:
     return state, plain
 
 
-def copies_and_saves(gradients: bool) -> bool:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("gradients", [False, True], ids=["parameters", "gradients"])
+def test_what_it_holds_can_be_copied_and_saved(gradients: bool) -> None:
     """By plain ``copy.deepcopy`` and ``torch.save``, as scripts for one process do."""
     model = shard(make())
     model(batch()).sum().backward()
@@ -63,23 +61,21 @@ def copies_and_saves(gradients: bool) -> bool:
     torch.save(state, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    return all(
+    found = all(
         torch.equal(one[name].full_tensor(), value.full_tensor())
         for name, value in state.items()
         for one in (copied, loaded)
     )
-
-
-@worlds
-@pytest.mark.parametrize("gradients", [False, True], ids=["parameters", "gradients"])
-def test_what_it_holds_can_be_copied_and_saved(pool: RankPool, world: int, gradients: bool) -> None:
-    assert pool.run(world, copies_and_saves, gradients) == [True] * world
+    assert found
 
 
 KEEPERS = ("nothing", "reshard_false", "reshard_after_backward_false", "unshard")
 
 
-def load_between_steps(keeper: str, assign: bool) -> float:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_a_load_between_steps_is_seen_by_the_next_forward(keeper: str, assign: bool) -> None:
     state, plain = trained_state()
     model = shard(make(), reshard_after_forward=False if keeper == "reshard_false" else None)
     if keeper == "reshard_after_backward_false":
@@ -100,16 +96,7 @@ def load_between_steps(keeper: str, assign: bool) -> float:
     for module in (model, *model.blocks):
         module.reshard()
     assert all(a is b for a, b in zip(references, model.parameters(), strict=True))
-    return apart(model, plain)
-
-
-@worlds
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("keeper", KEEPERS)
-def test_a_load_between_steps_is_seen_by_the_next_forward(
-    pool: RankPool, world: int, keeper: str, assign: bool
-) -> None:
-    assert max(pool.run(world, load_between_steps, keeper, assign)) <= EXACT
+    assert apart(model, plain) <= EXACT
 
 
 def load_while_unsharded_then_look(assign: bool) -> float:
@@ -127,7 +114,9 @@ def test_a_load_over_unsharded_parameters_counts(pool: RankPool, world: int, ass
     assert max(pool.run(world, load_while_unsharded_then_look, assign)) <= EXACT
 
 
-def load_part(assign: bool) -> bool:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_part_can_be_loaded(assign: bool) -> None:
     state, _ = trained_state()
     part = {name: value for name, value in state.items() if name.startswith(("head", "blocks.1"))}
     model = shard(make())
@@ -136,13 +125,7 @@ def load_part(assign: bool) -> bool:
     assert set(report.missing_keys) == before.keys() - part.keys()
     model(batch()).sum().backward()
     after, wanted = full_parameters(model), trained_state()[1].state_dict()
-    return all(torch.equal(after[n], wanted[n] if n in part else before[n]) for n in after)
-
-
-@worlds
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_part_can_be_loaded(pool: RankPool, world: int, assign: bool) -> None:
-    assert pool.run(world, load_part, assign) == [True] * world
+    assert all(torch.equal(after[n], wanted[n] if n in part else before[n]) for n in after)
 
 
 def look_during_forward(where: str, reshard: bool | None, load: bool) -> float:
@@ -186,15 +169,13 @@ def test_a_load_of_the_same_values_in_the_middle_of_a_forward_disturbs_nothing(
     assert max(pool.run(world, look_during_forward, where, None, load=True)) <= EXACT
 
 
-def show_after_state_dict() -> list[str]:
+@on_ranks(2)
+def test_a_manual_unshard_outlives_a_state_dict() -> None:
     model = shard(make())
     model.unshard()
     model.state_dict()
-    return [n for n, p in model.named_parameters() if n[:6] != "blocks" and isinstance(p, DTensor)]
-
-
-def test_a_manual_unshard_outlives_a_state_dict(pool: RankPool) -> None:
-    assert pool.run(2, show_after_state_dict) == [[], []]
+    found = [n for n, p in model.named_parameters() if n[:6] != "blocks" and isinstance(p, DTensor)]
+    assert found == []
 
 
 # torch.distributed.checkpoint
@@ -267,15 +248,13 @@ def test_full_state_dicts_leave_and_enter(pool: RankPool, world: int) -> None:
     assert max(pool.run(world, full_state)) == 0.0
 
 
-def after_evaluation() -> int:
+@on_ranks(2)
+def test_an_optimizer_state_dict_can_be_taken_after_an_evaluation() -> None:
     model, optimizer = train_some(1)
     with torch.no_grad():
         model(batch())
-    return len(dcp_state.get_optimizer_state_dict(model, optimizer)["state"])
-
-
-def test_an_optimizer_state_dict_can_be_taken_after_an_evaluation(pool: RankPool) -> None:
-    assert pool.run(2, after_evaluation) == [len(list(make().parameters()))] * 2
+    found = len(dcp_state.get_optimizer_state_dict(model, optimizer)["state"])
+    assert found == len(list(make().parameters()))
 
 
 def plain_into_sharded() -> bool:
@@ -320,7 +299,10 @@ def moody(on_wrapper: bool) -> tuple[nn.Module, Moody]:
     return fully_shard(inner if on_wrapper else model), inner
 
 
-def states_after_one_that_raised(is_sharded_itself: bool, via: str) -> list[str]:
+@on_ranks(2)
+@pytest.mark.parametrize("via", ["root", "inner", "load"])
+@pytest.mark.parametrize("is_sharded_itself", [False, True], ids=["inside", "itself"])
+def test_state_dicts_are_sharded_after_one_that_raised(is_sharded_itself: bool, via: str) -> None:
     model, inner = moody(is_sharded_itself)
     saved = model.state_dict()
     raising = {"root": model.state_dict, "inner": inner.state_dict}.get(
@@ -341,18 +323,11 @@ def states_after_one_that_raised(is_sharded_itself: bool, via: str) -> list[str]
     model.unshard()
     values = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
     found += ["later a whole tensor" for value in values if not isinstance(value, DTensor)]
-    return found
+    assert found == []
 
 
-@pytest.mark.parametrize("via", ["root", "inner", "load"])
-@pytest.mark.parametrize("is_sharded_itself", [False, True], ids=["inside", "itself"])
-def test_state_dicts_are_sharded_after_one_that_raised(
-    pool: RankPool, is_sharded_itself: bool, via: str
-) -> None:
-    assert pool.run(2, states_after_one_that_raised, is_sharded_itself, via) == [[], []]
-
-
-def forward_after_a_load_that_raised() -> float:
+@on_ranks(2)
+def test_a_forward_sees_what_a_load_wrote_before_it_raised() -> None:
     """The weight is loaded before the extra state raises; the kept copy is stale then."""
     model, inner = moody(on_wrapper=False)
     model.set_reshard_after_backward(False)
@@ -369,8 +344,4 @@ def forward_after_a_load_that_raised() -> float:
     seen: list[float] = []
     inner.register_forward_hook(lambda *given: seen.append(given[2].abs().max().item()))
     model(ones).sum().backward()
-    return seen[0]
-
-
-def test_a_forward_sees_what_a_load_wrote_before_it_raised(pool: RankPool) -> None:
-    assert pool.run(2, forward_after_a_load_that_raised) == [0.0, 0.0]
+    assert seen[0] == 0.0

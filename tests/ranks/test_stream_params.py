@@ -16,7 +16,7 @@ import fullshard
 from fullshard import checkpoint, fully_shard, stream_params, unshard_params
 from fullshard.errors import BusyError, ConfigError, ProtocolError
 from tests.ranks.models import noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_checkpoint_files import WAYS, plain
 
 SIZES = (1, 3000, 100_000, 1 << 30)
@@ -112,7 +112,8 @@ def test_dtypes_are_cast_and_names_are_chosen(pool: RankPool) -> None:
     pool.run(3, cast_and_chosen)
 
 
-def used_late() -> None:
+@on_ranks(2)
+def test_a_tensor_of_an_earlier_bucket_raises() -> None:
     model = WAYS["rows"](plain(1))
     expected = whole(model)
     stream = stream_params(model, bucket_nbytes=1)
@@ -147,24 +148,8 @@ def used_late() -> None:
         assert tensor.shape == expected[name].shape
 
 
-def test_a_tensor_of_an_earlier_bucket_raises(pool: RankPool) -> None:
-    pool.run(2, used_late)
-
-
-def packed_is_kept() -> None:
-    """Whoever keeps plain memory has it for good."""
-    model = WAYS["ragged"](plain(1))
-    expected = whole(model)
-    stream = stream_params(model, bucket_nbytes=500_000)
-    packed = [bucket.packed for bucket in stream]
-    assert len(packed) > 2
-    for one in stream.metadata:
-        nbytes = torch.Size(one.shape).numel() * one.dtype.itemsize
-        own = packed[one.bucket][one.offset : one.offset + nbytes]
-        assert torch.equal(own.view(one.dtype).view(one.shape), expected[one.name])
-
-
-def memory_is_given_away() -> None:
+@on_ranks(2)
+def test_memory_that_was_given_away_is_not_used_again() -> None:
     model = WAYS["ragged"](plain(1))
     expected = whole(model)
     kept = {}
@@ -178,15 +163,24 @@ def memory_is_given_away() -> None:
     assert all(torch.equal(torch.from_numpy(kept[name]), expected[name]) for name in kept)
 
 
-def test_memory_that_was_given_away_is_not_used_again(pool: RankPool) -> None:
-    pool.run(2, memory_is_given_away)
+@on_ranks(2)
+def test_packed_memory_that_is_kept_is_not_taken_back() -> None:
+    """Whoever keeps plain memory has it for good."""
+    model = WAYS["ragged"](plain(1))
+    expected = whole(model)
+    stream = stream_params(model, bucket_nbytes=500_000)
+    packed = [bucket.packed for bucket in stream]
+    assert len(packed) > 2
+    for one in stream.metadata:
+        nbytes = torch.Size(one.shape).numel() * one.dtype.itemsize
+        own = packed[one.bucket][one.offset : one.offset + nbytes]
+        assert torch.equal(own.view(one.dtype).view(one.shape), expected[one.name])
 
 
-def test_packed_memory_that_is_kept_is_not_taken_back(pool: RankPool) -> None:
-    pool.run(2, packed_is_kept)
-
-
-def memory_of(way: str, ranks: list[int] | None) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("ranks", [None, [1]])
+@pytest.mark.parametrize("way", ["rows", "ragged", "flat", "hsdp"])
+def test_two_buckets_are_enough(way: str, ranks: list[int] | None) -> None:
     """No more than two buckets, whatever a rank has of them."""
     model = WAYS[way](plain(1))
     largest = max(value.nbytes for value in whole(model).values())
@@ -211,13 +205,8 @@ def memory_of(way: str, ranks: list[int] | None) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("ranks", [None, [1]])
-@pytest.mark.parametrize("way", ["rows", "ragged", "flat", "hsdp"])
-def test_two_buckets_are_enough(pool: RankPool, way: str, ranks: list[int] | None) -> None:
-    pool.run(4, memory_of, way, ranks)
-
-
-def wrong_use() -> None:
+@on_ranks(2)
+def test_wrong_use_is_refused_by_name() -> None:
     model = WAYS["rows"](plain(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for options, said in (
@@ -255,11 +244,8 @@ def wrong_use() -> None:
         iter(stream)
 
 
-def test_wrong_use_is_refused_by_name(pool: RankPool) -> None:
-    pool.run(2, wrong_use)
-
-
-def as_transformers_has_them() -> None:
+@on_ranks(2, timeout_s=120.0)
+def test_names_are_those_of_transformers() -> None:
     """Experts that a model has as one tensor, tied weights, names."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -279,10 +265,6 @@ def as_transformers_has_them() -> None:
     assert torch.equal(expert, twin.model.layers[1].mlp.experts.down_proj[3].bfloat16())
 
 
-def test_names_are_those_of_transformers(pool: RankPool) -> None:
-    pool.run(2, as_transformers_has_them, timeout_s=120.0)
-
-
 def test_a_model_that_is_not_sharded() -> None:
     model = nn.BatchNorm1d(3)
     same(streamed(stream_params(model, bucket_nbytes=7)), dict(model.state_dict()))
@@ -294,7 +276,12 @@ def test_a_tensor_without_elements_may_come_first() -> None:
     same(streamed(stream), {"empty": torch.empty(0, 3), "full": torch.ones(2)})
 
 
-def groups_made_beside_an_accelerator() -> int:
+@on_ranks(2)
+@pytest.mark.skipif(
+    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
+    reason="a build for CUDA asks the driver, which is not there",
+)
+def test_sharding_and_streaming_make_no_process_groups() -> None:
     """Rounds on a host with a GPU that the default group, gloo alone, does not serve."""
     made = 0
     new_group = dist.new_group
@@ -310,12 +297,4 @@ def groups_made_beside_an_accelerator() -> int:
         mock.patch("torch.cuda.is_available", lambda: True),
     ):
         streamed(stream_params(fully_shard(plain(1)), bucket_nbytes=SIZES[0]))
-    return made
-
-
-@pytest.mark.skipif(
-    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
-    reason="a build for CUDA asks the driver, which is not there",
-)
-def test_sharding_and_streaming_make_no_process_groups(pool: RankPool) -> None:
-    assert pool.run(2, groups_made_beside_an_accelerator) == [0, 0]
+    assert made == 0

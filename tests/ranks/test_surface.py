@@ -9,15 +9,16 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import FSDPModule, fully_shard
 from tests.ranks.net import make, optimizer_of, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 
 
-def what_it_is() -> list[bool]:
+@on_ranks(2)
+def test_a_sharded_module_is_still_what_it_was() -> None:
     linear = nn.Linear
     model = fully_shard(nn.Sequential(fully_shard(linear(4, 4)), linear(4, 4), linear(4, 4)))
     again = fully_shard(linear(2, 2))
     part = model[:2]
-    return [
+    result = [
         isinstance(model, FSDPModule) and isinstance(model, nn.Sequential),
         type(model).__name__ == "FSDPSequential",
         type(model[0]) is type(again) and type(again).__name__ == "FSDPLinear",
@@ -27,11 +28,7 @@ def what_it_is() -> list[bool]:
         [n for n, _ in model.named_parameters()][:2] == ["0.weight", "0.bias"],
         all(isinstance(p, nn.Parameter) and isinstance(p, DTensor) for p in model.parameters()),
     ]
-
-
-def test_a_sharded_module_is_still_what_it_was(pool: RankPool) -> None:
-    for result in pool.run(2, what_it_is):
-        assert result == [True] * len(result)
+    assert result == [True] * len(result)
 
 
 class Lines(logging.Handler):
@@ -43,7 +40,8 @@ class Lines(logging.Handler):
         self.lines.append((record.levelname, record.getMessage()))
 
 
-def log_lines() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_each_unit_logs_one_line() -> None:
     log, lines = logging.getLogger("fullshard"), Lines()
     level = log.level
     log.addHandler(lines)
@@ -54,11 +52,7 @@ def log_lines() -> list[tuple[str, str]]:
     finally:
         log.removeHandler(lines)
         log.setLevel(level)
-    return lines.lines
-
-
-def test_each_unit_logs_one_line(pool: RankPool) -> None:
-    for lines in pool.run(2, log_lines):
-        assert [level for level, _ in lines] == ["INFO"] * 3
-        assert ["Linear" in text for _, text in lines] == [True, True, False]
-        assert "Net" in lines[2][1] and "5 parameters" in lines[2][1]
+    lines = lines.lines
+    assert [level for level, _ in lines] == ["INFO"] * 3
+    assert ["Linear" in text for _, text in lines] == [True, True, False]
+    assert "Net" in lines[2][1] and "5 parameters" in lines[2][1]
