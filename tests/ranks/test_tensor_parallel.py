@@ -34,7 +34,7 @@ import fullshard
 from fullshard import errors
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.models import fill, full_parameters, ids
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 PER_PARAM, RAGGED = fullshard.PerParameter(), fullshard.Ragged()
 STEPS, LENGTH, VOCAB = 4, 4, 13
@@ -208,7 +208,9 @@ def test_replicas_of_tensor_parallel_parameters(pool: RankPool, layout: Any) -> 
     assert max(pool.run(4, compare, (2, 1, 2), {}, layout=layout)) <= 1e-12
 
 
-def residencies(layout: Any) -> list[bool]:
+@on_ranks(4)
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+def test_units_with_local_outputs_are_resharded(layout: Any) -> None:
     """Whether units are held: after forward, after backward, after a step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = fill(Net())
@@ -226,15 +228,12 @@ def residencies(layout: Any) -> list[bool]:
         found.append(any(state.is_held for key, state in states.items() if key != unit.key))
         out.sum().backward()
         found.append(meter.held_nbytes.total() > 0)
-    return found
+    assert found == [False] * 4
 
 
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
-def test_units_with_local_outputs_are_resharded(pool: RankPool, layout: Any) -> None:
-    assert pool.run(4, residencies, layout) == [[False] * 4] * 4
-
-
-def compiled(late: bool) -> float:
+@on_ranks(4, timeout_s=180)
+@pytest.mark.parametrize("late", [False, True])
+def test_compiled_tensor_parallel_blocks_train_alike(late: bool) -> None:
     """Without sequence parallelism, which PyTorch 2.13 does not compile, sharded or not."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
@@ -252,16 +251,15 @@ def compiled(late: bool) -> float:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The .grad attribute")  # Dynamo looks at it
             found.append(train(model, mesh["dp"].get_local_rank(), 2))
-    return max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
+    assert max((a - b).abs().max().item() for a, b in zip(*found, strict=True)) <= 1e-12
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_compiled_tensor_parallel_blocks_train_alike(pool: RankPool, late: bool) -> None:
-    assert max(pool.run(4, compiled, late, timeout_s=180)) <= 1e-12
+@on_ranks(4)
+def test_a_whole_state_dict_is_loaded_into_uneven_parameters() -> None:
+    """PyTorch fails an assertion here.
 
-
-def loaded_whole() -> bool:
-    """A whole state dict, with sizes that divide by nothing."""
+    A whole state dict, with sizes that divide by nothing.
+    """
     sizes = {"dim": 5, "hidden": 7}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Net(**sizes)
@@ -269,15 +267,11 @@ def loaded_whole() -> bool:
     shard(model, fullshard.fully_shard, mesh=mesh["dp"])
     whole = fill(Net(**sizes)).state_dict()
     set_model_state_dict(model, dict(whole), options=StateDictOptions(full_state_dict=True))
-    return all(torch.equal(value, whole[key]) for key, value in full_parameters(model).items())
+    assert all(torch.equal(value, whole[key]) for key, value in full_parameters(model).items())
 
 
-def test_a_whole_state_dict_is_loaded_into_uneven_parameters(pool: RankPool) -> None:
-    """PyTorch fails an assertion here."""
-    assert all(pool.run(4, loaded_whole))
-
-
-def wrong_meshes() -> list[str]:
+@on_ranks(4)
+def test_the_mesh_of_the_parameters_is_not_one_to_shard_over() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     messages = []
     for given in (mesh, mesh["tp"]):
@@ -293,12 +287,7 @@ def wrong_meshes() -> list[str]:
     model.gain = nn.Parameter(partial)
     with pytest.raises(errors.UnsupportedError, match=r"gain.*Partial"):
         fullshard.fully_shard(model, mesh=mesh["dp"])
-    return messages
-
-
-def test_the_mesh_of_the_parameters_is_not_one_to_shard_over(pool: RankPool) -> None:
-    for messages in pool.run(4, wrong_meshes):
-        assert all("embed.weight" in m and "dp_mesh_dims" in m for m in messages)
+    assert all("embed.weight" in m and "dp_mesh_dims" in m for m in messages)
 
 
 @pytest.fixture(scope="module")
@@ -399,9 +388,26 @@ def dp_number(mesh: DeviceMesh, dp: tuple[str, ...]) -> int:
     return number
 
 
-def on_a_full_mesh(
-    shape: tuple[int, ...], names: tuple[str, ...], dims: Any, layout: Any, reshard: Any
-) -> float:
+DIMS = fullshard.DataParallelMeshDims
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@pytest.mark.parametrize(
+    ("shape", "names", "dims"),
+    [
+        ((2, 2), ("dp", "tp"), DIMS(shard="dp")),
+        ((2, 2), ("dp", "tp"), DIMS(replicate="dp")),
+        ((2, 2), ("tp", "dp"), DIMS(shard="dp")),
+        ((2, 1, 2), ("dp", "cp", "tp"), DIMS(shard=("dp", "cp"))),
+        ((2, 1, 2), ("rep", "dp", "tp"), DIMS(shard="dp", replicate="rep")),
+        ((1, 2, 2), ("rep", "dp", "tp"), DIMS(shard="dp", replicate="rep")),
+    ],
+    ids=str,
+)
+def test_parameters_on_a_full_mesh(
+    shape: tuple[int, ...], names: tuple[str, ...], dims: Any, layout: Any
+) -> None:
     torch.manual_seed(0)
     reference = Mlp().double()
     model = Mlp().double()
@@ -417,29 +423,8 @@ def on_a_full_mesh(
             mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),  # equal, another object
             dp_mesh_dims=dims,
             layout=layout,
-            reshard_after_forward=reshard,
+            reshard_after_forward=None,
         )
     found = train_mlp(model, mesh if "tp" in names else None, dp)
-    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
-
-
-DIMS = fullshard.DataParallelMeshDims
-
-
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
-@pytest.mark.parametrize(
-    ("shape", "names", "dims"),
-    [
-        ((2, 2), ("dp", "tp"), DIMS(shard="dp")),
-        ((2, 2), ("dp", "tp"), DIMS(replicate="dp")),
-        ((2, 2), ("tp", "dp"), DIMS(shard="dp")),
-        ((2, 1, 2), ("dp", "cp", "tp"), DIMS(shard=("dp", "cp"))),
-        ((2, 1, 2), ("rep", "dp", "tp"), DIMS(shard="dp", replicate="rep")),
-        ((1, 2, 2), ("rep", "dp", "tp"), DIMS(shard="dp", replicate="rep")),
-    ],
-    ids=str,
-)
-def test_parameters_on_a_full_mesh(
-    pool: RankPool, shape: tuple[int, ...], names: tuple[str, ...], dims: Any, layout: Any
-) -> None:
-    assert max(pool.run(4, on_a_full_mesh, shape, names, dims, layout, None)) <= 1e-12
+    found = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+    assert found <= 1e-12

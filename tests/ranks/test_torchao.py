@@ -16,9 +16,7 @@ from fullshard import CPUOffloadPolicy, fully_shard
 from fullshard.tensors import local_part
 from tests.ranks.models import noise
 from tests.ranks.net import apart
-from tests.ranks.pool import RankPool
-
-worlds = pytest.mark.parametrize("world", [1, 2, 3])
+from tests.ranks.pool import on_ranks
 
 
 def torchao(module: str) -> Any:
@@ -46,7 +44,9 @@ def shard(model: nn.Module, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-def gathers_in_float8(how: str) -> list[float]:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("how", ["resharded", "kept unsharded", "offloaded", "precomputed"])
+def test_gathers_in_float8(how: str) -> None:
     """Weights double from step to step, and so do the scales of what travels."""
     float8 = torchao("float8")
     models = []
@@ -84,14 +84,7 @@ def gathers_in_float8(how: str) -> list[float]:
         with torch.no_grad():
             differences.append((models[0](x) - models[1](x)).abs().max().item())
     assert scales[0] > 1.5 * scales[1] > 1.5 * 1.5 * scales[2]
-    return differences
-
-
-@worlds
-@pytest.mark.parametrize("how", ["resharded", "kept unsharded", "offloaded", "precomputed"])
-def test_gathers_in_float8(pool: RankPool, world: int, how: str) -> None:
-    for differences in pool.run(world, gathers_in_float8, how):
-        assert max(differences) < 1e-4
+    assert max(differences) < 1e-4
 
 
 class LowRank(nn.Module):
@@ -109,7 +102,9 @@ class LowRank(nn.Module):
         return nf4.linear_nf4(x, self.base) / 16 + self.up(self.down(x))
 
 
-def frozen_in_four_bits(reshard: bool) -> list[float]:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_frozen_in_four_bits(reshard: bool) -> None:
     models: list[Any] = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -126,18 +121,22 @@ def frozen_in_four_bits(reshard: bool) -> list[float]:
             optimizer.zero_grad()
         with torch.no_grad():
             differences.append((models[0](x) - models[1](x)).abs().max().item())
-    return differences
+    assert max(differences) < 1e-5
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_frozen_in_four_bits(pool: RankPool, world: int, reshard: bool) -> None:
-    for differences in pool.run(world, frozen_in_four_bits, reshard):
-        assert max(differences) < 1e-5
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AdamW8bit",
+        *(pytest.param(one, marks=pytest.mark.more) for one in ("AdamW4bit", "AdamWFp8")),
+    ],
+)
+def test_optimizer_steps(world: int, name: str) -> None:
+    """Blocks are of the local tensors: with several ranks they may begin elsewhere, and round.
 
-
-def optimizer_steps(name: str) -> float:
-    """It compiles a step for each parameter; in blocks of 256 values where these are enough."""
+    It compiles a step for each parameter; in blocks of 256 values where these are enough.
+    """
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -152,17 +151,4 @@ def optimizer_steps(name: str) -> float:
                 model(noise(8, 96, seed=number, dtype=torch.float32)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    return apart(models[1], models[0])
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "AdamW8bit",
-        *(pytest.param(one, marks=pytest.mark.more) for one in ("AdamW4bit", "AdamWFp8")),
-    ],
-)
-def test_optimizer_steps(pool: RankPool, world: int, name: str) -> None:
-    """Blocks are of the local tensors: with several ranks they may begin elsewhere, and round."""
-    assert max(pool.run(world, optimizer_steps, name)) < (1e-6 if world == 1 else 3e-3)
+    assert apart(models[1], models[0]) < 1e-6 if world == 1 else 3e-3

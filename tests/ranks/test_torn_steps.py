@@ -20,7 +20,7 @@ from fullshard.errors import FullshardError, TornStepError
 from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer
 from tests.ranks.autograd import engine_of
 from tests.ranks.models import full_parameters, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_autograd_failures import Trouble
 from tests.ranks.test_watch import tower, wait_for_the_end_of
 
@@ -170,10 +170,13 @@ def test_who_was_left_too_and_comes_late_is_told_what_the_others_were(
         assert said[1] == told[0][1]
 
 
-def reloaded(path: Path, make: Make, way: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["load", "load_state_dict"])
+def test_weights_that_were_loaded_again_are_whole(tmp_path: Path, way: str) -> None:
     """All ranks catch what leaves their step, and load at once: nobody is told anything."""
+    path = tmp_path / "step-000001"
     model: Any = tower("fully_shard", "rows")
-    optimizer = make(model)
+    optimizer = adamw(model)
     trained(model, optimizer, (0, 1))
     checkpoint.save(path, model, optimizer, step=1)
     kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -188,14 +191,9 @@ def reloaded(path: Path, make: Make, way: str) -> None:
     trained(model, optimizer, (3,))
     found = full_parameters(model)
     model = tower("fully_shard", "rows")
-    optimizer = make(model)
+    optimizer = adamw(model)
     trained(model, optimizer, (0, 1, 3))
     equals(found, full_parameters(model))
-
-
-@pytest.mark.parametrize("way", ["load", "load_state_dict"])
-def test_weights_that_were_loaded_again_are_whole(pool: RankPool, tmp_path: Path, way: str) -> None:
-    pool.run(2, reloaded, tmp_path / "step-000001", adamw, way)
 
 
 def saved(path: Path, victims: list[int]) -> str:
@@ -228,7 +226,8 @@ def test_weights_stepped_in_part_are_not_saved(
     assert not (tmp_path / "step-000000").exists()
 
 
-def not_affected() -> None:
+@on_ranks(2)
+def test_closures_skipped_steps_and_optimizers_of_others_are_not_told_of() -> None:
     """What looks like a step that was left, and is none of ours, or none at all."""
     model: Any = tower("fully_shard", "rows")
     optimizer = adamw(model)
@@ -262,11 +261,8 @@ def not_affected() -> None:
     assert not steps._begun
 
 
-def test_closures_skipped_steps_and_optimizers_of_others_are_not_told_of(pool: RankPool) -> None:
-    pool.run(2, not_affected)
-
-
-def lbfgs() -> None:
+@on_ranks(2)
+def test_the_closure_of_lbfgs_is_inside_of_its_step() -> None:
     """A closure runs the model several times inside of one step."""
     model: Any = nn.Linear(4, 4, bias=False, dtype=torch.float64)
     fully_shard(model)
@@ -288,11 +284,8 @@ def lbfgs() -> None:
     assert not steps._begun
 
 
-def test_the_closure_of_lbfgs_is_inside_of_its_step(pool: RankPool) -> None:
-    pool.run(2, lbfgs)
-
-
-def dropped() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_was_left_is_not_kept() -> None:
     """Nothing of ours keeps an optimizer that was left, nor is asked about it in vain."""
     model: Any = tower("fully_shard", "rows")
     optimizer = adamw(model)
@@ -305,11 +298,8 @@ def dropped() -> None:
     trained(model, adamw(model), (1,))
 
 
-def test_an_optimizer_that_was_left_is_not_kept(pool: RankPool) -> None:
-    pool.run(2, dropped)
-
-
-def alone() -> None:
+@on_ranks(1)
+def test_who_is_alone_knows_what_it_caught() -> None:
     """With one rank nobody else has to know, and weights cannot differ."""
     model: Any = tower("fully_shard", "rows")
     optimizer = adamw(model)
@@ -318,10 +308,6 @@ def alone() -> None:
         fail(optimizer, after=True)
     trained(model, optimizer, (1,))
     assert engine_of(model).steps.step.half_step is None
-
-
-def test_who_is_alone_knows_what_it_caught(pool: RankPool) -> None:
-    pool.run(1, alone)
 
 
 def tried_again() -> list[str]:

@@ -23,7 +23,7 @@ from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
 from fullshard.schedule import Transcript
 from fullshard.trace import report, tape
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 DIM, LAYERS = 16, 4
 
@@ -127,7 +127,8 @@ def test_all_actions_and_buffers_are_recorded(pool: RankPool, tmp_path: Path, fl
     }
 
 
-def delimits_steps(folder: str) -> None:
+@on_ranks(2)
+def test_steps_are_delimited_by_what_the_loop_does(tmp_path: Path) -> None:
     model = sharded()
     first, second = sgd(model.layers), sgd(model.head)
 
@@ -135,7 +136,7 @@ def delimits_steps(folder: str) -> None:
         with torch.no_grad():
             model(torch.ones(1, DIM))
 
-    with fullshard.trace(model, folder):
+    with fullshard.trace(model, str(tmp_path)):
         evaluate()
         for _ in range(3):
             for _ in range(2):
@@ -144,17 +145,13 @@ def delimits_steps(folder: str) -> None:
             second.step()
             evaluate()
         model(torch.ones(2, DIM)).sum().backward()  # no step
-    found = recorded(folder)
+    found = recorded(str(tmp_path))
     counts = {kind: one["count"] for kind, one in found["spent"].items()}
     assert counts == {"step": 3, "evaluation": 4, "part": 1}
     for step in found["steps"]:
         forwards = [what for what, unit, *_ in step["work"] if unit == LAYERS and what == "forward"]
         assert len(forwards) == 2
         assert step["duration_s"] > 0
-
-
-def test_steps_are_delimited_by_what_the_loop_does(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, delimits_steps, str(tmp_path))
 
 
 def skips(folder: str, seed: int) -> None:
@@ -175,22 +172,18 @@ def test_guesses_that_never_came_are_named(pool: RankPool, tmp_path: Path) -> No
     assert sum(one["missed"] for one in found["units"]) > 0
 
 
-def never_misses(folder: str) -> None:
+@on_ranks(2)
+def test_a_model_that_does_the_same_in_each_step_misses_nothing(tmp_path: Path) -> None:
     model = sharded()
     optimizer = sgd(model)
-    with fullshard.trace(model, folder):
+    with fullshard.trace(model, str(tmp_path)):
         for _ in range(5):
             train(model, optimizer, accumulate=2)
-    assert recorded(folder)["missed"] == []
+    assert recorded(str(tmp_path))["missed"] == []
 
 
-def test_a_model_that_does_the_same_in_each_step_misses_nothing(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    pool.run(2, never_misses, str(tmp_path))
-
-
-def runs_behind(folder: str) -> None:
+@on_ranks(1, process_group=False)
+def test_times_are_those_of_lanes_where_they_have_clocks(tmp_path: Path) -> None:
     """On lanes with clocks of their own, on which each gather takes a second."""
     lanes = DryLanes(duration_s=lambda exchange: 1.0, note=lambda span: None)
     with dry_world(2, 0, carry=lanes.carry, adds_wide=False):
@@ -201,12 +194,12 @@ def runs_behind(folder: str) -> None:
         fully_shard(model, mesh=mesh)
         engine(model).run_dry(lanes)
         optimizer = sgd(model)
-        with fullshard.trace(model, folder):
+        with fullshard.trace(model, str(tmp_path)):
             for _ in range(3):
                 _autograd.run_backward(model(torch.ones(2, DIM, device="meta")).sum())
                 optimizer.step()
                 optimizer.zero_grad()
-    found = recorded(folder)
+    found = recorded(str(tmp_path))
     for step in found["steps"]:
         of_lanes = {row[0] for row in step["actions"] if row[5] is not None}
         assert of_lanes == {"unshard", "wait", "reduce_scatter", "finish_reduce"}
@@ -218,26 +211,19 @@ def runs_behind(folder: str) -> None:
     assert reductions == [pytest.approx(3 * 1.0), 0.0, 0.0, 0.0]
 
 
-def test_times_are_those_of_lanes_where_they_have_clocks(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(1, runs_behind, str(tmp_path), process_group=False)
-
-
-def fails(folder: str) -> None:
+@on_ranks(2)
+def test_an_exception_ends_a_trace_and_goes_on(tmp_path: Path) -> None:
     model = sharded()
     optimizer = sgd(model)
-    with pytest.raises(KeyError), fullshard.trace(model, folder):
+    with pytest.raises(KeyError), fullshard.trace(model, str(tmp_path)):
         train(model, optimizer)
         model(torch.ones(2, DIM))
         raise KeyError
-    found = recorded(folder)
+    found = recorded(str(tmp_path))
     assert found["spent"]["part"]["count"] == 1 and found["shortage"] is None
     assert found["unfinished"]["actions"] and len(found["steps"]) == 1
     assert engine(model).observer is None and engine(model).recorder is None
     assert engine(model).meter.watch is None
-
-
-def test_an_exception_ends_a_trace_and_goes_on(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, fails, str(tmp_path))
 
 
 class Exhausted(nn.Module):
@@ -254,7 +240,9 @@ class Exhausted(nn.Module):
         return x
 
 
-def runs_out(folder: str) -> None:
+@on_ranks(2)
+def test_out_of_memory_ends_in_a_report(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model = Layers()
     full = Exhausted()
     model.layers[2] = nn.Sequential(nn.Linear(DIM, DIM), full)
@@ -282,42 +270,36 @@ def runs_out(folder: str) -> None:
     assert (Path(folder) / "report.html").exists()
 
 
-def test_out_of_memory_ends_in_a_report(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, runs_out, str(tmp_path))
-
-
-def refuses(folder: str) -> None:
+@on_ranks(2)
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     model = sharded()
-    with fullshard.trace(model, folder) as outer:
+    with fullshard.trace(model, str(tmp_path)) as outer:
         with pytest.raises(ProtocolError, match="another trace"):
-            fullshard.trace(model, folder).start()
+            fullshard.trace(model, str(tmp_path)).start()
         with pytest.raises(ProtocolError, match="another trace"):
-            fullshard.trace(model.layers[0], folder).start()
+            fullshard.trace(model.layers[0], str(tmp_path)).start()
         with pytest.raises(ProtocolError, match=r"call stop\(\) first"):
             outer.start()
         train(model, sgd(model))
     with pytest.raises(ProtocolError, match=r"call start\(\) first"):
         outer.stop()
     outer.start()
-    assert outer.stop() == Path(folder) / f"rank-{dist.get_rank():05}.json"
+    assert outer.stop() == Path(str(tmp_path)) / f"rank-{dist.get_rank():05}.json"
     with pytest.raises(ConfigError, match="Linear has no unit"):
-        fullshard.trace(nn.Linear(2, 2), folder).start()
+        fullshard.trace(nn.Linear(2, 2), str(tmp_path)).start()
     for keep in (0, True, "many"):
         with pytest.raises(ConfigError, match="expected a number of steps"):
-            fullshard.trace(model, folder, keep=keep)  # type: ignore[arg-type]
+            fullshard.trace(model, str(tmp_path), keep=keep)  # type: ignore[arg-type]
     with pytest.raises(ArgumentTypeError, match="expected a dict"):
-        fullshard.trace(model, folder, plan=3)
+        fullshard.trace(model, str(tmp_path), plan=3)
 
 
-def test_what_cannot_work_is_refused(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, refuses, str(tmp_path))
-
-
-def two_roots(folder: str) -> None:
+@on_ranks(2)
+def test_a_tree_of_several_engines_is_one_trace(tmp_path: Path) -> None:
     """Units that no root joins have an engine each."""
     model = nn.ModuleList(fully_shard(nn.Linear(DIM, DIM)) for _ in range(3))
     optimizer = sgd(model)
-    with fullshard.trace(model, folder):
+    with fullshard.trace(model, str(tmp_path)):
         for _ in range(3):
             out = torch.ones(1, DIM)
             for part in model:
@@ -325,13 +307,9 @@ def two_roots(folder: str) -> None:
             out.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = recorded(folder)
+    found = recorded(str(tmp_path))
     assert found["spent"]["step"]["count"] == 3 and len(found["engines"]) == 3
     assert [one["gathers"] for one in found["totals"]] == [3, 3, 3]
-
-
-def test_a_tree_of_several_engines_is_one_trace(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, two_roots, str(tmp_path))
 
 
 class _Plan:
@@ -385,17 +363,14 @@ def test_size_does_not_grow_with_the_number_of_steps(pool: RankPool, tmp_path: P
     assert many[0] < 2 * few[0]
 
 
-def never_steps(folder: str) -> None:
+@on_ranks(2)
+def test_a_loop_that_never_steps_fills_no_memory(tmp_path: Path) -> None:
     model = fully_shard(nn.Linear(2, 2))
-    with fullshard.trace(model, folder) as trace, pytest.MonkeyPatch.context() as patch:
+    with fullshard.trace(model, str(tmp_path)) as trace, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tape, "MOST_ENTRIES", 500)
         for _ in range(200):
             model(torch.ones(1, 2)).sum().backward()
         assert trace._run is not None
         assert len(trace._run.tape.entries) <= 500
-    found = recorded(folder)
+    found = recorded(str(tmp_path))
     assert found["spent"]["part"]["count"] > 3 and found["steps"] == []
-
-
-def test_a_loop_that_never_steps_fills_no_memory(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, never_steps, str(tmp_path))

@@ -27,7 +27,7 @@ from fullshard.errors import LostRankError, ProtocolError
 from tests.ranks import test_shared
 from tests.ranks.models import noise
 from tests.ranks.net import batch, make, shard
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_comm import NUMELS, part
 from tests.ranks.test_shared import any_order_of_all_kinds, gather
 
@@ -123,8 +123,9 @@ def test_several_tensors_travel_together(pool: RankPool, hosts: str) -> None:
     assert pool.run(len(hosts), several_together, hosts) == [True] * len(hosts)
 
 
-def complex_numbers(hosts: str) -> bool:
-    wire = wire_on(hosts)
+@on_ranks(3)
+def test_complex_numbers_travel() -> None:
+    wire = wire_on("aab")
     rank, world = wire.rank, wire.world
     everyone = [
         torch.complex(noise(6 * world, seed=r), noise(6 * world, seed=-r)) for r in range(9)
@@ -133,13 +134,10 @@ def complex_numbers(hosts: str) -> bool:
     gathered, mean = torch.empty(6 * world * world, dtype=everyone[0].dtype), everyone[rank].clone()
     wire.all_gather([gathered], [everyone[rank]]).wait()
     wire.all_reduce_mean(mean).wait()
-    return torch.equal(gathered, torch.cat(everyone)) and torch.allclose(
+    found = torch.equal(gathered, torch.cat(everyone)) and torch.allclose(
         mean, torch.stack(everyone).mean(0)
     )
-
-
-def test_complex_numbers_travel(pool: RankPool) -> None:
-    assert pool.run(3, complex_numbers, "aab") == [True] * 3
+    assert found
 
 
 def random_programs(hosts: str, seed: int) -> float:
@@ -260,22 +258,22 @@ def test_bytes_between_hosts_are_those_of_two_levels(
         assert means == local * (row_nbytes // local + 64)  # each rank one slice
 
 
-def memory_in_use(hosts: str) -> int:
+@on_ranks(4)
+def test_memory_is_used_again() -> None:
     """Bytes of the file of this rank after many exchanges of one size."""
-    wire = wire_on(hosts)
+    wire = wire_on("aabb")
     for _ in range(40):
         assert gather(wire, 10_000)()
         wire.all_reduce_mean(noise(10_000, seed=1)).wait()
     way = way_of(wire.group, TransportRequest(Transport.SHARED))
     assert isinstance(way, TwoLevels)
-    return 512 * os.fstat(way.near._arena.memory._fd).st_blocks
+    assert 512 * os.fstat(way.near._arena.memory._fd).st_blocks <= 16 * 8 * 10_000 + 65536
 
 
-def test_memory_is_used_again(pool: RankPool) -> None:
-    assert max(pool.run(4, memory_in_use, "aabb")) <= 16 * 8 * 10_000 + 65536
-
-
-def other_sizes(hosts: str, kind: str) -> str:
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["gather", "reduction", "mean"])
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+def test_a_rank_that_runs_another_collective_is_an_error_everywhere(hosts: str, kind: str) -> None:
     wire = wire_on(hosts)
     numel = 56 if wire.rank == 3 else 48
     values = torch.zeros(numel * wire.world)
@@ -287,19 +285,14 @@ def other_sizes(hosts: str, kind: str) -> str:
     with pytest.raises(ProtocolError) as raised:
         start().wait()
     assert gather(wire)()  # the next one is as good as ever
-    return str(raised.value)
+    said = str(raised.value)
+    assert f"is for {kind} of float32" in said and "on this rank" in said
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("kind", ["gather", "reduction", "mean"])
 @pytest.mark.parametrize("hosts", ["aabb", "abab"])
-def test_a_rank_that_runs_another_collective_is_an_error_everywhere(
-    pool: RankPool, hosts: str, kind: str
-) -> None:
-    for said in pool.run(4, other_sizes, hosts, kind):
-        assert f"is for {kind} of float32" in said and "on this rank" in said
-
-
-def in_another_order(hosts: str, kind: str) -> str:
+def test_another_order_on_another_host_is_an_error(hosts: str, kind: str) -> None:
     """Two collectives of one size, which all ranks know, are exchanged on one host."""
     wire = wire_on(hosts)
     wires = [wire.labelled(Label(text)) for text in ("unit a", "unit b")]
@@ -320,15 +313,9 @@ def in_another_order(hosts: str, kind: str) -> str:
         wires.reverse()
     with pytest.raises((ProtocolError, LostRankError)) as raised:
         start(wires[0]).wait()
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("kind", ["gather", "reduction", "mean"])
-@pytest.mark.parametrize("hosts", ["aabb", "abab"])
-def test_another_order_on_another_host_is_an_error(pool: RankPool, hosts: str, kind: str) -> None:
-    for said in pool.run(4, in_another_order, hosts, kind):
-        assert "sent data of another collective; this" in said
-        assert "for unit a" in said or "for unit b" in said
+    said = str(raised.value)
+    assert "sent data of another collective; this" in said
+    assert "for unit a" in said or "for unit b" in said
 
 
 def a_rank_leaves(hosts: str, gone: int) -> str:

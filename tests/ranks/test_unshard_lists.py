@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import unshard_params
 from tests.ranks.net import make, shard
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 from tests.ranks.test_unshard_rules import refuses, usable
 
 
-def of_a_list() -> None:
+@on_ranks(2)
+def test_a_list_of_modules_is_lent_together() -> None:
     plain = make()
     model: Any = shard(copy.deepcopy(plain))
     inner, rest = model.blocks[0], model.blocks[1]
@@ -33,7 +34,3 @@ def of_a_list() -> None:
     refuses(model, lambda: unshard_params([]).__enter__(), "got no module")
     refuses(model, lambda: unshard_params(wrong).__enter__(), "got int, expected a")
     usable(model, plain)
-
-
-def test_a_list_of_modules_is_lent_together(pool: RankPool) -> None:
-    pool.run(2, of_a_list)

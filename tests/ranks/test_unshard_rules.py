@@ -22,7 +22,7 @@ from fullshard.schedule import Residency
 from tests.ranks import zoo
 from tests.ranks.models import OddModel, fill, full_parameters
 from tests.ranks.net import Net, apart, batch, make, shard, step
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_extensions import Halves, wrapped
 from tests.ranks.test_unshard_params import full, sharded_net, state_of
 
@@ -311,7 +311,9 @@ def test_units_stay_as_they_were(pool: RankPool) -> None:
 # Which units.
 
 
-def parts_and_trees() -> None:
+@on_ranks(2)
+def test_a_part_lends_its_unit_and_nothing_is_silently_left_sharded() -> None:
+    """FSDP1 does nothing, in silence, on an inner module and with recurse=False on no unit."""
     plain = make()
     model: Any = shard(copy.deepcopy(plain))
     block, part = model.blocks[0], model.plain
@@ -348,11 +350,6 @@ def parts_and_trees() -> None:
     assert not full(both[0].weight).any() and torch.equal(
         full(both[1].weight), expected["1.weight"]
     )
-
-
-def test_a_part_lends_its_unit_and_nothing_is_silently_left_sharded(pool: RankPool) -> None:
-    """FSDP1 does nothing, in silence, on an inner module and with recurse=False on no unit."""
-    pool.run(2, parts_and_trees)
 
 
 # Hard cases.
@@ -415,7 +412,8 @@ def test_hard_cases(pool: RankPool, world: int) -> None:
         pool.run(world, mixed_odd, world == 1, layout)
 
 
-def offloaded_and_wrapped() -> None:
+@on_ranks(3)
+def test_offloaded_shards_and_tensors_of_other_classes() -> None:
     """Shards on the CPU, and tensors of a class of their own, which is lent as plain values."""
     offload = {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)}
     for options, source in (({}, wrapped(Halves)), (offload, make())):
@@ -435,10 +433,6 @@ def offloaded_and_wrapped() -> None:
             assert torch.equal(value, other), name
         with torch.no_grad():
             assert (model(batch()) - plain(batch())).abs().max() < 1e-12
-
-
-def test_offloaded_shards_and_tensors_of_other_classes(pool: RankPool) -> None:
-    pool.run(3, offloaded_and_wrapped)
 
 
 def columns() -> None:
@@ -500,7 +494,8 @@ def test_shard_1_and_what_is_done_to_lent_parameters(pool: RankPool) -> None:
     pool.run(2, what_is_done_to_lent_parameters)
 
 
-def gradients_of_some_ranks() -> None:
+@on_ranks(3)
+def test_gradients_that_some_ranks_lack() -> None:
     """Zeros for who has none, None where nobody has: a collective agreement that cannot hang."""
     for layout in LAYOUTS:
         model: Any = fill(nn.Linear(4, 6, dtype=torch.float64))
@@ -523,11 +518,8 @@ def gradients_of_some_ranks() -> None:
         assert model.weight.grad is None
 
 
-def test_gradients_that_some_ranks_lack(pool: RankPool) -> None:
-    pool.run(3, gradients_of_some_ranks)
-
-
-def tensor_parallel() -> None:
+@on_ranks(4)
+def test_frozen_dtensors_stay_frozen_and_tied_ones_stay_one_object() -> None:
     """FSDP1 unfreezes frozen DTensors and unties tied ones; here both stay as they are."""
     for layout in ("per_param", "element"):
         model = sharded_net("2d", layout)
@@ -545,10 +537,6 @@ def tensor_parallel() -> None:
         assert model.embed.weight is model.head.weight
         assert torch.equal(full(model.embed.weight), new)
         assert not model.blocks[1].up.weight.requires_grad
-
-
-def test_frozen_dtensors_stay_frozen_and_tied_ones_stay_one_object(pool: RankPool) -> None:
-    pool.run(4, tensor_parallel)
 
 
 # One after the other.
@@ -574,7 +562,8 @@ def test_full_parameters_one_after_the_other(pool: RankPool, mesh: str, world: i
     pool.run(world, streamed, mesh)
 
 
-def streamed_around() -> None:
+@on_ranks(2)
+def test_names_and_what_is_not_sharded() -> None:
     """Ignored parameters, unsharded units and a checkpoint wrapper's prefix."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -590,10 +579,6 @@ def streamed_around() -> None:
     assert torch.is_grad_enabled()
     for _ in iter_full_params(model):
         assert torch.is_grad_enabled()
-
-
-def test_names_and_what_is_not_sharded(pool: RankPool) -> None:
-    pool.run(2, streamed_around)
 
 
 def peaks(layout: Any, flags: dict[str, bool]) -> tuple[int, int, int]:

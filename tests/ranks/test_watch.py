@@ -49,7 +49,7 @@ from fullshard.schedule.triggers import TaskEnd
 from fullshard.watch import Step, begin, watcher
 from tests.ranks.autograd import engine_of
 from tests.ranks.models import fill, full_parameters, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_autograd_failures import Fuse, Trouble
 
 WIRES = ["1", "0"]
@@ -302,7 +302,8 @@ def test_who_comes_late_leaves_out_the_step_that_others_dropped(
         assert said == [f"2 {name}", f"4 {name}"], rank
 
 
-def fault_while_a_shard_is_cast() -> None:
+@on_ranks(1, process_group=False)
+def test_a_step_that_is_dropped_issues_nothing_more() -> None:
     """A watch ends the era between the beginning of an action and its collective."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -324,11 +325,8 @@ def fault_while_a_shard_is_cast() -> None:
     dist.destroy_process_group()
 
 
-def test_a_step_that_is_dropped_issues_nothing_more(pool: RankPool) -> None:
-    pool.run(1, fault_while_a_shard_is_cast, process_group=False)
-
-
-def ends_of_groups() -> None:
+@on_ranks(2)
+def test_waits_on_every_group_can_be_ended() -> None:
     world = dist.group.WORLD
     assert world is not None
     twin = collectives_of_twin(collectives_of_group(world, "cpu"), "cpu").group
@@ -337,10 +335,6 @@ def ends_of_groups() -> None:
     assert isinstance(other, dist.ProcessGroup)
     all_to_all(torch.zeros(4, dtype=torch.uint8), [2, 2], [2, 2], other)
     assert ledger_of(other).breaks is not None
-
-
-def test_waits_on_every_group_can_be_ended(pool: RankPool) -> None:
-    pool.run(2, ends_of_groups)
 
 
 def meet_who_failed() -> str:
@@ -462,7 +456,8 @@ class Ends:
             fault_domain().end_era(lambda: PeerError("rank 7 failed"))
 
 
-def a_fault_is_known_when_backward_ends() -> None:
+@on_ranks(2)
+def test_no_rank_goes_on_with_a_step_that_others_drop() -> None:
     model = tower("fully_shard", "rows")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model.set_requires_gradient_sync(False)  # so that nothing waits at the end
@@ -477,10 +472,6 @@ def a_fault_is_known_when_backward_ends() -> None:
     expected = left_out("fully_shard", "rows", 2)
     for name, value in full_parameters(model).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
-
-
-def test_no_rank_goes_on_with_a_step_that_others_drop(pool: RankPool) -> None:
-    pool.run(2, a_fault_is_known_when_backward_ends)
 
 
 def fail_alike(face: str, layout: str, late_s: float = 0.0) -> int:
@@ -722,21 +713,16 @@ def test_a_connection_to_the_store_that_is_reset_ends_nothing(pool: RankPool) ->
         assert "rank 0 has not reached this collective" in said and "rank 1 gives" not in said, said
 
 
-def hold_the_lock() -> str:
+@on_ranks(2)
+def test_a_rank_that_gives_no_sign_of_life_but_lives_is_waited_for() -> None:
     """Rank 1 calls C code that keeps Python's lock for longer than ranks may be silent."""
 
     def hold() -> None:
         if dist.get_rank() == 1:
             hold_python(9.0)
 
-    return train_after(hold)
-
-
-def test_a_rank_that_gives_no_sign_of_life_but_lives_is_waited_for(pool: RankPool) -> None:
-    for said in pool.run(2, hold_the_lock):
-        assert "rank 1 has no heartbeat, though its process is alive; rank 0 has waited" in said, (
-            said
-        )
+    said = train_after(hold)
+    assert "rank 1 has no heartbeat, though its process is alive; rank 0 has waited" in said, said
 
 
 def fork() -> str:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import fully_shard, watch
 from fullshard.errors import PeerError
 from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_autograd_failures import Fuse, Trouble
 
 
@@ -76,7 +76,8 @@ def test_a_block_that_ran_again_is_not_where_a_later_exception_was_raised(pool: 
     assert told.startswith("rank 1 failed: an exception, in the forward of unit blocks.0; "), told
 
 
-def caught() -> None:
+@on_ranks(2)
+def test_what_was_caught_is_not_where_a_later_exception_was_raised() -> None:
     """Catch what one model raises, on all ranks, and train another one."""
     model, other = tower(), tower()
     model.blocks[0].fault = "backward"
@@ -86,7 +87,3 @@ def caught() -> None:
         assert places() == ["in the backward of unit blocks.0"]
     other(noise(3, 6, seed=0).float()).square().sum().backward()
     assert not places()
-
-
-def test_what_was_caught_is_not_where_a_later_exception_was_raised(pool: RankPool) -> None:
-    pool.run(2, caught)

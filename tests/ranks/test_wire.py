@@ -28,7 +28,7 @@ from fullshard.comm import C10d, Codec, Collectives, round_trip, wrapped
 from fullshard.comm.c10d import Transport
 from fullshard.errors import ConfigError, ProtocolError
 from tests.ranks.models import GPT, OddModel, fill, full_parameters, ids, noise
-from tests.ranks.pool import RankPool, every_world
+from tests.ranks.pool import RankPool, every_world, on_ranks
 from tests.ranks.test_communication import Gather
 from tests.ranks.test_offload import a_bus
 from tests.ranks.test_parity import use_checkpoints
@@ -276,7 +276,9 @@ def test_weights_that_arrive_do_not_depend_on_the_mesh(pool: RankPool, layout: s
         assert all(torch.equal(first[i], other[i]) for i in free)
 
 
-def by_a_gather_of_ones_own(name: str) -> None:
+@on_ranks(3)
+@every_codec
+def test_a_gather_of_ones_own(name: str) -> None:
     """It is given the bytes."""
     model, wire = Watched(*SIZES), WirePolicy(gather=name)
     whole = [weight.detach().clone() for weight in model.weights]
@@ -287,11 +289,6 @@ def by_a_gather_of_ones_own(name: str) -> None:
     assert own.called == 1 and wire.gathering is not None
     for found, exact in zip(model.seen, whole, strict=True):
         assert torch.equal(found, arrived(wire.gathering, exact, "ragged", 3))
-
-
-@every_codec
-def test_a_gather_of_ones_own(pool: RankPool, name: str) -> None:
-    pool.run(3, by_a_gather_of_ones_own, name)
 
 
 class Product(nn.Module):
@@ -305,7 +302,9 @@ class Product(nn.Module):
         return (self.weight * x).abs().sum()
 
 
-def exact_dtypes(dtype: torch.dtype) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_other_dtypes_travel_as_they_are(dtype: torch.dtype) -> None:
     """Of fp64 and complex parameters every bit travels, and of their gradients."""
     plain = Product(dtype)
     model = shard(copy.deepcopy(plain), wire=WirePolicy(gather="int8", reduce="int8"))
@@ -316,11 +315,6 @@ def exact_dtypes(dtype: torch.dtype) -> None:
     digits = 4 * torch.finfo(dtype).eps
     found = model.weight.grad.full_tensor()
     torch.testing.assert_close(found, plain.weight.grad, rtol=digits, atol=digits)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_other_dtypes_travel_as_they_are(pool: RankPool, dtype: torch.dtype) -> None:
-    pool.run(3, exact_dtypes, dtype)
 
 
 # Reductions
@@ -452,12 +446,16 @@ def test_other_settings_change_nothing(pool: RankPool, name: str, change: Any) -
     assert max(pool.run(2, reduced, name, "ragged", 1, Transport.NATIVE, change)) <= 1e-5
 
 
-def narrow_sums(transport: Transport) -> tuple[float, float]:
-    """The error of a mean of bf16 gradients of 1 and 2^-8, with the policy and without."""
+@on_ranks(4)
+def test_bf16_gradients_are_summed_in_fp32_where_the_backend_does_not() -> None:
+    """1 + 3 * 2^-8 is 1 in bf16, if added one after the other.
+
+    The error of a mean of bf16 gradients of 1 and 2^-8, with the policy and without.
+    """
     grads = torch.tensor([1.0, 2.0**-8, 2.0**-8, 2.0**-8])
     found = []
     for wire in (WirePolicy(reduce="bf16"), WirePolicy()):
-        with recorded(transport):
+        with recorded(Transport.NATIVE):
             model = shard(
                 nn.Linear(64, 4, bias=False, dtype=BF16),
                 wire=wire,
@@ -466,20 +464,19 @@ def narrow_sums(transport: Transport) -> tuple[float, float]:
         model(torch.full((1, 64), grads[dist.get_rank()].item(), dtype=BF16)).sum().backward()
         mean = model.weight.grad.full_tensor()
         found.append((mean - grads.mean().to(BF16)).abs().max().item())
-    return found[0], found[1]
-
-
-def test_bf16_gradients_are_summed_in_fp32_where_the_backend_does_not(pool: RankPool) -> None:
-    """1 + 3 * 2^-8 is 1 in bf16, if added one after the other."""
-    for exact, rounded in pool.run(4, narrow_sums, Transport.NATIVE):
-        assert exact == 0.0 and rounded > 1e-3
+    exact, rounded = found[0], found[1]
+    assert exact == 0.0 and rounded > 1e-3
 
 
 # Gradients that are absent, frozen, accumulated, not finite; several buckets; the host
 
 
-def odd_training(wire: WirePolicy, layout: str) -> tuple[list[str], list[str], int]:
+@every_layout
+@every_reduction
+@on_ranks(2, 4)
+def test_absent_gradients_stay_absent(name: str, layout: str) -> None:
     """Which parameters have no gradient, with a policy and without; and steps that were taken."""
+    wire = both(name)
     found = []
     for policy in (wire, WirePolicy()):
         model = fill(OddModel())
@@ -489,16 +486,9 @@ def odd_training(wire: WirePolicy, layout: str) -> tuple[list[str], list[str], i
         tokens = ids(2, 5, vocab=13, seed=dist.get_rank())
         model(tokens).square().mean().backward()
         found.append([name for name, p in model.named_parameters() if p.grad is None])
-    return found[0], found[1], 1
-
-
-@every_layout
-@every_reduction
-@pytest.mark.parametrize("world", [2, 4])
-def test_absent_gradients_stay_absent(pool: RankPool, world: int, name: str, layout: str) -> None:
-    for found, expected, _ in pool.run(world, odd_training, both(name), layout):
-        assert found == expected
-        assert {"unused.weight", "unused.bias", "frozen.weight"} <= set(found)
+    found, expected = found[0], found[1]
+    assert found == expected
+    assert {"unused.weight", "unused.bias", "frozen.weight"} <= set(found)
 
 
 def accumulated(name: str, layout: str, deferred: bool) -> float:
@@ -535,7 +525,9 @@ def test_accumulation(pool: RankPool, name: str, layout: str, deferred: bool) ->
     assert max(pool.run(4, accumulated, name, layout, deferred)) <= most
 
 
-def frozen_later(name: str) -> float:
+@on_ranks(3)
+@every_reduction
+def test_frozen_after_sharding(name: str) -> None:
     """A unit in which a parameter is frozen after sharding reduces the others as blocks, too."""
     plain = fill(nn.Sequential(nn.Linear(50, 30), nn.Linear(30, 9, bias=False)))
     model = shard(copy.deepcopy(plain), wire=WirePolicy(reduce=name))
@@ -549,16 +541,14 @@ def frozen_later(name: str) -> float:
             if q.grad is not None:
                 off = (p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()
                 worst = max(worst, off.item())
-    return worst
+    assert worst <= STEP[name] * (1 if name == "int4" else 4)
 
 
+@on_ranks(4)
+@every_layout
 @every_reduction
-def test_frozen_after_sharding(pool: RankPool, name: str) -> None:
-    # A block may now hold the end of one parameter and the start of another, whose largest differ.
-    assert max(pool.run(3, frozen_later, name)) <= STEP[name] * (1 if name == "int4" else 4)
-
-
-def not_finite(name: str, layout: str, bad: float) -> tuple[bool, bool, bool]:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite(name: str, layout: str, bad: float) -> None:
     """Whether what is bad on one rank is so everywhere, the rest is not, and flags survive."""
     model = Watched((4, 64), (4, 64), (3, 64))
     shard(model, mesh_of(2), layout=LAYOUTS[layout], wire=WirePolicy(reduce=name))
@@ -570,29 +560,19 @@ def not_finite(name: str, layout: str, bad: float) -> tuple[bool, bool, bool]:
     first, second, last = (p.grad.full_tensor() for p in model.parameters())
     lost = bool(first[2].isfinite().all()) or bool(first[2, 7].isfinite())
     others = bool(first[[0, 1, 3]].isfinite().all() and second.isfinite().all())
-    return not lost, others, bool((last == 0).all())
+    assert (not lost, others, bool((last == 0).all())) == (True, True, True)
 
 
-@every_layout
-@every_reduction
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_gradients_that_are_not_finite(pool: RankPool, name: str, layout: str, bad: float) -> None:
-    assert pool.run(4, not_finite, name, layout, bad) == [(True, True, True)] * 4
-
-
-def bad_weight(name: str) -> tuple[bool, bool]:
+@on_ranks(2)
+@every_codec
+def test_weights_that_are_not_finite(name: str) -> None:
     model = Watched((4, 64))
     with torch.no_grad():
         model.weights[0][3, 5] = float("nan")
     shard(model, wire=WirePolicy(gather=name))
     model(torch.ones(1))
     (seen,) = model.seen
-    return bool(seen[3, 5].isfinite()), bool(seen[:3].isfinite().all())
-
-
-@every_codec
-def test_weights_that_are_not_finite(pool: RankPool, name: str) -> None:
-    assert pool.run(2, bad_weight, name) == [(False, True)] * 2
+    assert (bool(seen[3, 5].isfinite()), bool(seen[:3].isfinite().all())) == (False, True)
 
 
 class Mixed(nn.Module):
@@ -606,29 +586,27 @@ class Mixed(nn.Module):
         return self.other(self.one(x).to(BF16)).float()
 
 
-def several_buckets(name: str) -> float:
+@on_ranks(2)
+@every_reduction
+def test_several_buckets(name: str) -> None:
+    """Small, but by no bound: the loss is not linear in the weights, which are rounded."""
     model = fill(Mixed())
     plain = copy.deepcopy(model)
     shard(model, reshard_after_forward=True, wire=both(name))
     x = noise(4, 70, dtype=FP32)
     for one in (plain, model):
         one(x).square().mean().backward()
-    return max(
+    found = max(
         ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item()  # type: ignore[union-attr]
         for p, q in zip(model.parameters(), plain.parameters(), strict=True)
     )
+    assert found < {"bf16": 0.05, "int8": 0.1, "fp8": 0.5, "int4": 0.2}[name]
 
 
+@on_ranks(2)
+@every_layout
 @every_reduction
-def test_several_buckets(pool: RankPool, name: str) -> None:
-    """Small, but by no bound: the loss is not linear in the weights, which are rounded."""
-    assert (
-        max(pool.run(2, several_buckets, name))
-        < {"bf16": 0.05, "int8": 0.1, "fp8": 0.5, "int4": 0.2}[name]
-    )
-
-
-def with_shards_on_the_host(name: str, layout: str) -> None:
+def test_shards_on_the_host(name: str, layout: str) -> None:
     """Bit for bit as without."""
     found = []
     for bus in (nullcontext(), a_bus(pinned=False)):
@@ -645,13 +623,9 @@ def with_shards_on_the_host(name: str, layout: str) -> None:
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-@every_layout
-@every_reduction
-def test_shards_on_the_host(pool: RankPool, name: str, layout: str) -> None:
-    pool.run(2, with_shards_on_the_host, name, layout)
-
-
-def in_groups(name: str) -> None:
+@on_ranks(4)
+@every_codec
+def test_secondary_shards(name: str) -> None:
     """What is gathered again in backward, from a few ranks, is what was computed with before."""
     seen = []
     for after in (True, 2):
@@ -662,11 +636,6 @@ def in_groups(name: str) -> None:
         lossy(model, dist.get_rank()).backward()
         seen.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]
     assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
-
-
-@every_codec
-def test_secondary_shards(pool: RankPool, name: str) -> None:
-    pool.run(4, in_groups, name)
 
 
 # The flat face, and what does not go together
@@ -712,7 +681,8 @@ def test_the_flat_face_with_replicas(pool: RankPool, name: str) -> None:
     assert max(pool.run(4, flat_training, name, True, 2)) <= LOST[name]
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     wire = WirePolicy(reduce="int8")
     module = fully_shard(nn.Linear(4, 4), wire=wire)
     with pytest.raises(ConfigError, match="wire=reduce=int8"):
@@ -725,11 +695,10 @@ def refusals() -> None:
             shard(nn.Linear(4, 4), wire="int8")  # type: ignore[arg-type]
 
 
-def test_refusals(pool: RankPool) -> None:
-    pool.run(2, refusals)
-
-
-def differing(name: str, transport: Transport) -> None:
+@on_ranks(3)
+@every_transport
+@pytest.mark.parametrize("name", ["gather", "reduce"])
+def test_ranks_with_different_policies(name: str, transport: Transport) -> None:
     """One rank has another policy: all are told so, and what each has."""
     plain = nn.Linear(64, 64)
     policy = WirePolicy(**({name: "int8"} if dist.get_rank() == 1 else {}))
@@ -738,12 +707,6 @@ def differing(name: str, transport: Transport) -> None:
     with pytest.raises(ProtocolError) as raised:
         model(torch.ones(1, 64)).sum().backward()
     assert f"wire {name}=int8" in str(raised.value)
-
-
-@every_transport
-@pytest.mark.parametrize("name", ["gather", "reduce"])
-def test_ranks_with_different_policies(pool: RankPool, name: str, transport: Transport) -> None:
-    pool.run(3, differing, name, transport)
 
 
 # Errors that are measured

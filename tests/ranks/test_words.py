@@ -25,7 +25,7 @@ from fullshard.errors import AlreadyShardedError, ConfigError, UnsupportedError
 from fullshard.wrap import ModuleWrapPolicy
 from tests.ranks.models import full_parameters, noise
 from tests.ranks.net import apart, batch, make, shard
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, on_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {"per parameter": {}, "ragged": {"layout": Ragged()}}
 both_layouts = pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -53,7 +53,19 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> 
         optimizer.step()
 
 
-def refused(name: str, layout: str) -> str:
+WANTED = {
+    "Adafactor": "means over rows",
+    "LBFGS": "one vector",
+    "Muon": "whole matrices",
+    "SparseAdam": "sparse gradients",
+}
+
+
+@on_ranks(2)
+@both_layouts
+@pytest.mark.parametrize("name", list(WANTED))
+def test_optimizers_of_more_than_an_element_are_refused(name: str, layout: str) -> None:
+    """At each step, before it; with the class, a parameter, the reason and what to do."""
     model: Any = shard(make(), **LAYOUTS[layout])
     before = full_parameters(model)
     optimizer = stepped_by(getattr(torch.optim, name), model)
@@ -66,29 +78,14 @@ def refused(name: str, layout: str) -> str:
     assert not optimizer.state
     assert all(torch.equal(before[key], after[key]) for key in before)
     (message,) = messages
-    return message
+    assert message.startswith(f"{name} ") and WANTED[name] in message
+    assert "plain.0.weight" in message and "Adam" in message
 
 
-WANTED = {
-    "Adafactor": "means over rows",
-    "LBFGS": "one vector",
-    "Muon": "whole matrices",
-    "SparseAdam": "sparse gradients",
-}
-
-
-@both_layouts
-@pytest.mark.parametrize("name", list(WANTED))
-def test_optimizers_of_more_than_an_element_are_refused(
-    pool: RankPool, name: str, layout: str
-) -> None:
-    """At each step, before it; with the class, a parameter, the reason and what to do."""
-    for message in pool.run(2, refused, name, layout):
-        assert message.startswith(f"{name} ") and WANTED[name] in message
-        assert "plain.0.weight" in message and "Adam" in message
-
-
-def kept_whole(name: str) -> float:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["LBFGS", "Muon"])
+def test_they_step_what_is_whole_on_every_rank(name: str) -> None:
+    """The advice of the errors."""
     mesh = init_device_mesh(
         "cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
     )
@@ -99,17 +96,11 @@ def kept_whole(name: str) -> float:
         for number in range(3):
             run(one, optimizer, number)
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    return apart(model, plain)
+    assert apart(model, plain) <= 1e-12
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ["LBFGS", "Muon"])
-def test_they_step_what_is_whole_on_every_rank(pool: RankPool, name: str, world: int) -> None:
-    """The advice of the errors."""
-    assert max(pool.run(world, kept_whole, name)) <= 1e-12
-
-
-def cut_evenly() -> float:
+@on_ranks(2)
+def test_lbfgs_steps_what_is_cut_evenly() -> None:
     torch.manual_seed(0)
     plain: Any = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     model: Any = fully_shard(copy.deepcopy(plain))
@@ -117,27 +108,22 @@ def cut_evenly() -> float:
         optimizer = torch.optim.LBFGS(one.parameters(), lr=0.1)
         for number in range(3):
             run(one, optimizer, number)
-    return apart(model, plain)
+    assert apart(model, plain) <= 1e-12
 
 
-def test_lbfgs_steps_what_is_cut_evenly(pool: RankPool) -> None:
-    assert max(pool.run(2, cut_evenly)) <= 1e-12
-
-
-def lbfgs_on_a_mix() -> str:
+@on_ranks(2)
+def test_lbfgs_on_a_mix_is_refused() -> None:
     model: Any = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     fully_shard(model, ignored_params={model[2].bias})
     with pytest.raises(UnsupportedError) as caught:
         run(model, torch.optim.LBFGS(model.parameters()))
-    return str(caught.value)
+    message = str(caught.value)
+    assert "several meshes or on none" in message
 
 
-def test_lbfgs_on_a_mix_is_refused(pool: RankPool) -> None:
-    for message in pool.run(2, lbfgs_on_a_mix):
-        assert "several meshes or on none" in message
-
-
-def left_whole() -> float:
+@on_ranks(2)
+def test_adafactor_steps_parameters_that_were_ignored() -> None:
+    """The advice of its error."""
     plain: Any = make()
     model: Any = copy.deepcopy(plain)
     ignored = [p for p in model.parameters() if p.dim() == 2]
@@ -154,29 +140,21 @@ def left_whole() -> float:
                 dist.all_reduce(param.grad)
                 param.grad /= dist.get_world_size()
             optimizer.step()
-    return apart(model, plain)
+    assert apart(model, plain) <= 1e-12
 
 
-def test_adafactor_steps_parameters_that_were_ignored(pool: RankPool) -> None:
-    """The advice of its error."""
-    assert max(pool.run(2, left_whole)) <= 1e-12
-
-
-def of_others(name: str) -> None:
+@on_ranks(2)
+def test_parameters_of_others_are_left_alone() -> None:
     """DTensors that we did not shard are not our business."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     fully_shard(nn.Linear(2, 2), mesh=mesh)
     param = nn.Parameter(distribute_tensor(noise(4, 4), mesh))
-    optimizer = getattr(torch.optim, name)([param])
+    optimizer = torch.optim.Muon([param])
     param.grad = distribute_tensor(noise(4, 4, seed=1), mesh)
     optimizer.step()
     assert optimizer.state
-
-
-def test_parameters_of_others_are_left_alone(pool: RankPool) -> None:
-    pool.run(2, of_others, "Muon")
 
 
 # tied parameters
@@ -239,33 +217,25 @@ def blocks(model: Wrapper) -> None:
     shard_blocks(model, policy=ModuleWrapPolicy({nn.Embedding}))
 
 
-def tied(shards: Callable[[Wrapper], None]) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize("shards", [parts, part_and_whole, lists, wrappers, policy, blocks])
+def test_ties_between_units_name_both_places(shards: Callable[[Wrapper], None]) -> None:
+    """By their names in the whole model, also where a call was given only a part of it."""
     with pytest.raises(ConfigError, match="tied") as caught:
         shards(Wrapper())
-    return str(caught.value)
+    message = str(caught.value)
+    assert "it.embed.weight" in message and "it.head.weight" in message
 
 
-@pytest.mark.parametrize("shards", [parts, part_and_whole, lists, wrappers, policy, blocks])
-def test_ties_between_units_name_both_places(
-    pool: RankPool, shards: Callable[[Wrapper], None]
-) -> None:
-    """By their names in the whole model, also where a call was given only a part of it."""
-    for message in pool.run(2, tied, shards):
-        assert "it.embed.weight" in message and "it.head.weight" in message
-
-
-def module_in_two_places() -> str:
+@on_ranks(2)
+def test_a_module_in_two_places_is_named_by_both() -> None:
     linear = nn.Linear(2, 2)
     model = nn.ModuleDict({"a": nn.Sequential(linear), "b": nn.Sequential(linear)})
     fully_shard(model["a"])
     with pytest.raises(AlreadyShardedError) as caught:
         fully_shard(model["b"])
-    return str(caught.value)
-
-
-def test_a_module_in_two_places_is_named_by_both(pool: RankPool) -> None:
-    for message in pool.run(2, module_in_two_places):
-        assert "a.0.weight, b.0.weight" in message
+    message = str(caught.value)
+    assert "a.0.weight, b.0.weight" in message
 
 
 def tied_as_advised(face: str) -> float:

@@ -13,7 +13,7 @@ import fullshard
 from fullshard import wrap
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.models import GPT, Block, fill, full_parameters, ids
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import on_ranks
 
 
 def policy_of(kind: str, model: GPT) -> Any:
@@ -34,7 +34,10 @@ def policy_of(kind: str, model: GPT) -> Any:
     return wrap.CustomPolicy(choose)
 
 
-def trained(kind: str, shared: bool) -> tuple[int, float]:
+@on_ranks(3)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("kind", "count"), [("classes", 5), ("sizes", 12), ("custom", 5)])
+def test_training(kind: str, count: int, shared: bool) -> None:
     """The number of units, and how far from the unsharded model it ends."""
     plain = GPT().double()
     fill(plain)
@@ -55,12 +58,6 @@ def trained(kind: str, shared: bool) -> tuple[int, float]:
             optimizer.step()
     got, want = full_parameters(model), full_parameters(plain)
     assert got.keys() == want.keys()
-    return len(units), max((got[name] - want[name]).abs().max().item() for name in want)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("kind", "count"), [("classes", 5), ("sizes", 12), ("custom", 5)])
-def test_training(pool: RankPool, kind: str, count: int, shared: bool) -> None:
-    for units, apart in pool.run(3, trained, kind, shared):
-        assert apart <= 1e-12
-        assert units < count if shared else units == count
+    units, apart = len(units), max((got[name] - want[name]).abs().max().item() for name in want)
+    assert apart <= 1e-12
+    assert units < count if shared else units == count
