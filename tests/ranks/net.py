@@ -30,8 +30,7 @@ class Net(nn.Module):
 
 
 def make(dtype: torch.dtype = torch.float64, seed_scale: float = 0.4) -> Net:
-    model = Net().to(dtype)
-    fill(model, scale=seed_scale)
+    model = fill(Net().to(dtype), scale=seed_scale)
     return model
 
 

@@ -96,8 +96,7 @@ class Case:
     dtype: torch.dtype = torch.float64
 
     def model(self) -> Sparse:
-        model = Sparse(drops=self.skips in ("blocks", "nested")).to(self.dtype)
-        fill(model)
+        model = fill(Sparse(drops=self.skips in ("blocks", "nested")).to(self.dtype))
         for name, param in model.named_parameters():
             param.requires_grad_(not any(part in name for part in self.frozen))
         wrap = partial(checkpoint, use_reentrant=self.checkpoints.endswith("!"))

@@ -70,8 +70,7 @@ class WithMore(nn.Module):
 
 @on_ranks(3)
 def test_state_dicts_are_those_of_the_unsharded_model() -> None:
-    plain = WithMore()
-    fill(plain)
+    plain = fill(WithMore())
     plain.count = 7
     names = [name.replace("_checkpoint_wrapped_module.", "") for name in plain.state_dict()]
     expected = dict(zip(names, plain.state_dict().values(), strict=True))
@@ -199,8 +198,7 @@ def test_on_three_dims_each_tensor_is_where_it_belongs(shape: tuple[int, int, in
     names = ("rep", "dp", "tp")
     grid = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for layout in ("per_param", "element"):
-        model = Net(8, 16).double()
-        fill(model)
+        model = fill(Net(8, 16).double())
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         parallelize(model, grid["tp"])
         for block in model.blocks:

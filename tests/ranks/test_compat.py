@@ -331,8 +331,7 @@ def test_replicate_goes_on_being_pytorchs() -> None:
     """
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 
-    plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    fill(plain)
+    plain = fill(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
     plain(batch(dtype=torch.float32)).sum().backward()
     found = []
     with patch_torch():

@@ -45,8 +45,7 @@ class Deep(nn.Module):
 
 
 def deep(reshard: bool = True) -> Any:
-    model = Deep().double()
-    fill(model)
+    model = fill(Deep().double())
     for part in (model.embed, *model.blocks):
         fullshard.fully_shard(part, reshard_after_forward=reshard)
     return fullshard.fully_shard(model)
@@ -63,8 +62,7 @@ def actions_of(model: Any, ids: Tensor) -> list[str]:
 @on_ranks(2, 3)
 def test_modules_are_gathered_in_the_order_one_tells() -> None:
     ids = torch.arange(8) % 11
-    plain = Deep().double()
-    fill(plain)
+    plain = fill(Deep().double())
     model = deep()
     blocks = model.blocks
     key = units(model)
@@ -93,8 +91,7 @@ def test_modules_are_gathered_in_the_order_one_tells() -> None:
 def test_prefetched_in_vain() -> None:
     """Guesses that never come are given up; the order survives a root sharded later."""
     ids = torch.arange(8) % 11
-    model = Deep().double()
-    fill(model)
+    model = fill(Deep().double())
     inner = nn.Sequential(*model.blocks)
     for part in model.blocks:
         fullshard.fully_shard(part)
@@ -173,8 +170,7 @@ def test_a_module_without_a_forward_has_methods() -> None:
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_another_method_can_be_a_forward(reshard: bool | None) -> None:
     policy = {"reshard_after_forward": reshard}
-    plain = Two().double()
-    fill(plain)
+    plain = fill(Two().double())
     model = fullshard.fully_shard(copy.deepcopy(plain), **policy)
     fullshard.register_fsdp_forward_method(model, "encode")
     fullshard.register_fsdp_forward_method(plain, "encode")

@@ -71,8 +71,7 @@ def freed_in_use(fault: str, layout: str, policy: str) -> tuple[int, list[str]]:
         for name in ("all_gather", "all_to_all", "reduce_scatter"):
             patch.setattr(_collectives, name, _recorded(getattr(_collectives, name)))
         patch.setattr(Buffer, "free", free)
-        model = Tower()
-        fill(model, scale=0.4)
+        model = fill(Tower(), scale=0.4)
         kind = Ragged() if layout == "ragged" else PerParameter()
         for block in model.blocks:
             if layout == "hooked":

@@ -48,8 +48,7 @@ class Model(nn.Module):
 
 
 def make() -> Model:
-    model = Model().double()
-    fill(model)
+    model = fill(Model().double())
     return model
 
 

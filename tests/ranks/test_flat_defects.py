@@ -135,8 +135,7 @@ class Wide(nn.Module):
 
 
 def wide() -> Wide:
-    model = Wide().to(FP64)
-    fill(model, scale=0.4)
+    model = fill(Wide().to(FP64), scale=0.4)
     model.down.bias.requires_grad_(False)
     model.again.weight = model.up.weight
     return model

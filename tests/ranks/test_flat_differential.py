@@ -57,8 +57,7 @@ class Stack(nn.Module):
 
 
 def make(dtype: torch.dtype) -> Stack:
-    model = Stack().to(dtype)
-    fill(model, scale=0.4)
+    model = fill(Stack().to(dtype), scale=0.4)
     return model
 
 

@@ -170,8 +170,7 @@ def goes_on(original: bool) -> float:
     """After an exception in a forward or a backward everything works as before."""
     results = []
     for fails in (True, False):
-        model = Failing().to(FP64)
-        fill(model, scale=0.4)
+        model = fill(Failing().to(FP64), scale=0.4)
         wrapped = wrap(ours, model, "nested", use_orig_params=original)
         optimizer = optimizer_of(wrapped)
         for where in ("forward", "backward") if fails else ():

@@ -146,8 +146,7 @@ class Partial(nn.Module):
 
 
 def partial_model(kit: ModuleType, **options: Any) -> Any:
-    model = Partial()
-    fill(model, scale=0.4)
+    model = fill(Partial(), scale=0.4)
     options.setdefault("ignored_modules", [model.ignored])
     for name in ("block", "bare"):
         with quiet():
@@ -247,8 +246,7 @@ def dtypes(kit: ModuleType) -> Seen:
     seen: Seen = {}
     for name, fields in PRECISIONS.items():
         for has_norm in (False, True):
-            model = Spied(has_norm)
-            fill(model, scale=0.4)
+            model = fill(Spied(has_norm), scale=0.4)
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 model = kit.FullyShardedDataParallel(

@@ -55,8 +55,7 @@ class Tower(nn.Module):
 
 
 def make() -> Tower:
-    model = Tower().double()
-    fill(model, scale=0.3)
+    model = fill(Tower().double(), scale=0.3)
     return model
 
 

@@ -45,8 +45,7 @@ class Net(nn.Module):
 
 
 def make(dtype: torch.dtype = FP32, grad_dtypes: GradDtypes | None = None) -> Net:
-    model = Net().to(dtype)
-    fill(model)
+    model = fill(Net().to(dtype))
     for name, param in model.named_parameters():
         if grad_dtypes and name in grad_dtypes:
             param.grad_dtype = grad_dtypes[name]

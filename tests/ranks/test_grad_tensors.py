@@ -136,8 +136,7 @@ def test_neighbours_are_found(layout: Any) -> None:
 def tensor_parallel() -> float:
     """Whole parameters begin in the middle of a buffer, and so do DTensors around them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    plain = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)).double()
-    fill(plain, scale=0.4)
+    plain = fill(nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)).double(), scale=0.4)
     model = copy.deepcopy(plain)
     plan: Any = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     parallelize_module(model, mesh["tensor"], plan)

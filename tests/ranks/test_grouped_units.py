@@ -207,8 +207,7 @@ def test_a_change_may_be_noticed_in_inference_mode(change: str, layout: str) -> 
     """Change a model, and use it for the first time in inference mode, then train it."""
     models = []
     for sharded in (False, True):
-        model: Any = Stack()
-        fill(model)
+        model: Any = fill(Stack())
         if sharded:
             grouped(model, layout, root=True)
         if change == "cast":

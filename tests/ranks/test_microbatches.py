@@ -67,8 +67,7 @@ class Tower(nn.Module):
 
 
 def tower(face: str) -> Any:
-    model = Tower()
-    fill(model, scale=0.4)
+    model = fill(Tower(), scale=0.4)
     if face == "plain":
         return model
     if face == "flat":

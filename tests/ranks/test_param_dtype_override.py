@@ -43,8 +43,7 @@ def norms_stay(param: nn.Parameter) -> torch.dtype | None:
 
 
 def make() -> Net:
-    model = Net()
-    fill(model)
+    model = fill(Net())
     for param in model.norm.parameters():
         param.stays = True
     return model

@@ -92,8 +92,7 @@ def pipeline(schedule: str, reshard_after_forward: bool, **options: Any) -> floa
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     rank, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     num_stages = 2 if schedule in SINGLE else 4
-    model = nn.Sequential(*(Part() for _ in range(num_stages))).double()
-    fill(model, scale=0.4)
+    model = fill(nn.Sequential(*(Part() for _ in range(num_stages))).double(), scale=0.4)
     numbers = stage_numbers(schedule, rank)
     with patch_torch():
         parts = [

@@ -33,8 +33,7 @@ FLAGS = ("writeback", "rank0_only", "offload_to_cpu", "with_grads", "recurse")
 
 
 def plain_net() -> Net:
-    model = Net(tied=True).double()
-    fill(model)
+    model = fill(Net(tied=True).double())
     return model
 
 

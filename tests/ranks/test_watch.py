@@ -78,8 +78,7 @@ class Tower(nn.Module):
 
 
 def tower(face: str, layout: str) -> Tower | FullyShardedDataParallel:
-    model = Tower()
-    fill(model, scale=0.4)
+    model = fill(Tower(), scale=0.4)
     if face == "flat":
         for number, block in enumerate(model.blocks):
             model.blocks[number] = FullyShardedDataParallel(block, use_orig_params=True)
@@ -143,8 +142,7 @@ def half_stepped(path: Path, layout: str, wire: str, clips: bool, late: int = -1
         patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
         patch.setenv("FULLSHARD_PATIENCE_S", "3")
         dist.barrier()
-        model = Tower()
-        fill(model, scale=0.4)
+        model = fill(Tower(), scale=0.4)
         for block in (*model.blocks, model.head):  # the root has no parameters of its own
             fully_shard(block, layout=LAYOUTS[layout])
         fully_shard(model, layout=LAYOUTS[layout])
@@ -261,8 +259,7 @@ def late_for_a_fault(late: list[int], leaves: list[int]) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", "3")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-        model = Tower()
-        fill(model, scale=0.4)
+        model = fill(Tower(), scale=0.4)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -42,8 +42,7 @@ class Tower(nn.Module):
 
 
 def tower() -> Tower:
-    model = Tower()
-    fill(model, scale=0.4)
+    model = fill(Tower(), scale=0.4)
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)

@@ -39,8 +39,7 @@ def policy_of(kind: str, model: GPT) -> Any:
 @pytest.mark.parametrize(("kind", "count"), [("classes", 5), ("sizes", 12), ("custom", 5)])
 def test_training(kind: str, count: int, shared: bool) -> None:
     """The number of units, and how far from the unsharded model it ends."""
-    plain = GPT().double()
-    fill(plain)
+    plain = fill(GPT().double())
     if shared:
         plain.blocks[2] = plain.blocks[0]
     model = copy.deepcopy(plain)
