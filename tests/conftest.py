@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,12 @@ def pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     filters = pytestconfig.getini("filterwarnings")
     with RankPool(warning_filters=filters, lanes=lanes) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what the trainer caches in the folder of the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

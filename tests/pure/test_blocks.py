@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
@@ -15,12 +14,7 @@ from fullshard.errors import ConfigError
 from fullshard.frontend.blocks import Why, choose
 from fullshard.frontend.ownership import units_below
 
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Layer(nn.Module):

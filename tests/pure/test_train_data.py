@@ -36,9 +36,7 @@ def write_files(root: Path, num_files: int = 30) -> Path:
     return root
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_files_are_held_out_by_name_alone() -> None:

@@ -27,9 +27,7 @@ from tests.pure.test_train_chats import (
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def change(folder: Path, **facts: Any) -> None:

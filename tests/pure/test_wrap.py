@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp.wrap as theirs
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
@@ -513,13 +512,6 @@ def test_errors_of_enable_wrap_are_those_of_torch(module: Any) -> None:
 
 
 # shard_blocks
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def sharded_names(model: nn.Module) -> list[str]:

@@ -37,11 +37,6 @@ OPTIONS = f"--steps {STEPS} --batch 2 --seq 32 --accumulate 2 --save-every 3 --e
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    return Shell.with_a_little_text(tmp_path_factory.mktemp("train"))
-
-
-@pytest.fixture(scope="module")
 def whole(shell: Shell) -> Outcome:
     """An uninterrupted run."""
     return shell.train("--data", "text", "--out", "whole", *OPTIONS.split())

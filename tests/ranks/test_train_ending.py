@@ -17,11 +17,6 @@ OPTIONS = "--data text --steps 40 --batch 2 --seq 32 --lr 0.3 --warmup 4 --eval-
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    return Shell.with_a_little_text(tmp_path_factory.mktemp("ending"))
-
-
-@pytest.fixture(scope="module")
 def impatient(shell: Shell) -> Outcome:
     """A run that keeps two checkpoints and ends when its held-out loss has risen twice."""
     options = "--out impatient --save-every 2 --keep 1 --patience 2 --sample off".split()

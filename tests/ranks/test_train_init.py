@@ -42,11 +42,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    return Shell.with_a_little_text(tmp_path_factory.mktemp("init"))
-
-
 def write_tokenizer(folder: Path, *, end: str = "</s>") -> None:
     """One that begins texts with a mark, unless told otherwise, as those of Llama do."""
     tokenizer = Tokenizer(models.BPE())

@@ -63,11 +63,6 @@ def write_config(folder: Path, name: str, **changes: Any) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    return Shell.with_a_little_text(tmp_path_factory.mktemp("models"))
-
-
 @pytest.mark.more
 @one_model
 def test_the_command_trains_it(shell: Shell, name: str) -> None:

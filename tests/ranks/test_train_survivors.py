@@ -27,11 +27,6 @@ OPTIONS = f"--data text --steps {STEPS} --batch 2 --seq 32 --save-every 2 --eval
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    return Shell.with_a_little_text(tmp_path_factory.mktemp("train"))
-
-
-@pytest.fixture(scope="module")
 def bereft(shell: Shell) -> Outcome:
     """A run of three workers, of which the first is killed once something is in memory."""
     options = ("--out", "bereft", "--nproc", "3", "--min-workers", "2", *OPTIONS)

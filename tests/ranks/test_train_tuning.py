@@ -58,9 +58,7 @@ def needs(way: str) -> None:
         pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def config_of(folder: Path, kind: str, **options: Any) -> TrainConfig:
