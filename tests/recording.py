@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fullshard import comm
+from fullshard.comm.c10d import C10d, Transport
 from fullshard.comm.protocol import Pending, Wrapper
 
 
@@ -51,3 +54,21 @@ class Recording(Wrapper):
         """Record the call and forward it."""
         self.calls.append(CollectiveCall("broadcast", values.numel(), values.dtype))
         return super().broadcast(values, source)
+
+
+@contextmanager
+def recordings(transport: Transport | None = None) -> Iterator[list[Recording]]:
+    """Record the collectives of each unit sharded in the block, in order.
+
+    With ``transport`` the unit gets this one instead of its own.
+    """
+    made: list[Recording] = []
+
+    def record(inner: comm.Collectives) -> comm.Collectives:
+        if transport is not None and inner.group is not None:
+            inner = C10d(inner.group, "cpu", transport)
+        made.append(Recording(inner))
+        return made[-1]
+
+    with comm.wrapped(record):
+        yield made

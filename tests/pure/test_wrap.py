@@ -25,6 +25,7 @@ from fullshard.wrap.units import (
     replace_children,
     units_of,
 )
+from tests.ranks.models import Trouble
 
 
 class Wrapped(nn.Module):
@@ -423,10 +424,6 @@ def test_ignored_parameters_may_be_frozen_anywhere() -> None:
 
 
 # replacing
-
-
-class Trouble(Exception):
-    pass
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 8])

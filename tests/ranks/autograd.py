@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fullshard
 from fullshard.engine import Engine
 from fullshard.frontend.ownership import unit_of
-from tests.ranks.models import fill, noise
+from tests.ranks.models import fill, heard, noise
 
 __all__ = [
     "DIM",
@@ -123,15 +123,6 @@ class Case:
         """Looks at the sharded model at the end."""
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def compare(kind: type[Case], reshard: bool | None = None) -> None:
     """On one rank: train the unsharded model on everything, the sharded one on a share."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -140,16 +131,11 @@ def compare(kind: type[Case], reshard: bool | None = None) -> None:
     case = kind(rank, world, 1)
     model = fill(case.model().to(case.dtype))
     case.shard(model, reshard)
-    watch = _Warnings()
-    log = logging.getLogger("fullshard")
-    log.addHandler(watch)
-    try:
+    with heard(logging.WARNING) as warned:
         found = train(case, model)
-    finally:
-        log.removeHandler(watch)
     for (what, want), (_, got) in zip(expected, found, strict=True):
         assert_same(what, want, got, case.limit)
-    assert len(watch.texts) == case.num_warnings, watch.texts
+    assert len(warned) == case.num_warnings, warned
     case.check(model)
 
 

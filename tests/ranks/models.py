@@ -1,29 +1,23 @@
-"""Models that the tests train, filled by arithmetic so that no test touches the global RNG."""
+"""Models, filled by arithmetic so that no test touches the global RNG, and other shared parts."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
+from fullshard import fully_shard
 from fullshard.comm.ledger import ledgers
-
-__all__ = [
-    "GPT",
-    "Counted",
-    "Experts",
-    "OddModel",
-    "Tied",
-    "Weighs",
-    "fill",
-    "full_parameters",
-    "ids",
-    "noise",
-]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -46,6 +40,35 @@ def fill(model: nn.Module, scale: float = 0.4) -> nn.Module:
             values = noise(*param.shape, seed=seed, dtype=param.dtype) * scale
             param.copy_(values + 1 if param.dim() == 1 else values)
     return model
+
+
+def shard_units(
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    by: Callable[..., Any] = fully_shard,
+    **options: Any,
+) -> Any:
+    """Shard ``units``, which are in ``model``, then the model itself, all with the same options."""
+    for unit in units:
+        by(unit, **options)
+    return by(model, **options)
+
+
+class Trouble(Exception):
+    """What tests raise."""
+
+
+class Fuse(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: type[BaseException]) -> Tensor:
+        ctx.kind = kind
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ctx.kind
 
 
 class Attention(nn.Module):
@@ -172,6 +195,23 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+@contextmanager
+def heard(level: int = logging.INFO) -> Iterator[list[str]]:
+    """Collect ``LEVEL: message`` of what fullshard logs in the block on this rank."""
+    said: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda one: said.append(f"{one.levelname}: {one.getMessage()}")
+    logger = logging.getLogger("fullshard")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
 class Counted:
     """Counts the collectives of a block: those of our ledgers, and operators of PyTorch.
 
@@ -196,3 +236,10 @@ class Counted:
 
 def _num_issued() -> int:
     return sum(one.num_issued for one in ledgers())
+
+
+def shared_folder() -> Path:
+    """Make a folder that all ranks know."""
+    names = [tempfile.mkdtemp(prefix="fullshard-test-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return Path(str(names[0]))

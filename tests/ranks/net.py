@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard import fully_shard
-from tests.ranks.models import fill, full_parameters, noise
-
-__all__ = ["Net", "apart", "batch", "make", "optimizer_of", "shard", "step", "train_both"]
+from tests.ranks.models import fill, full_parameters, noise, shard_units
 
 
 class Net(nn.Module):
@@ -30,14 +27,11 @@ class Net(nn.Module):
 
 
 def make(dtype: torch.dtype = torch.float64, seed_scale: float = 0.4) -> Net:
-    model = fill(Net().to(dtype), scale=seed_scale)
-    return model
+    return fill(Net().to(dtype), scale=seed_scale)
 
 
 def shard(model: Net, **options: Any) -> Net:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return shard_units(model, model.blocks, **options)
 
 
 def batch(number: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

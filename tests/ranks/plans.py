@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from bench import tracing
-from fullshard import WirePolicy, comm
+from fullshard import WirePolicy
 from fullshard.engine import Engine, Offload
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
@@ -36,7 +36,7 @@ from fullshard.schedule import Transcript
 from fullshard.tensors import local_part
 from tests.ranks.models import GPT
 from tests.ranks.test_offload import a_bus
-from tests.recording import CollectiveCall, Recording
+from tests.recording import CollectiveCall, Recording, recordings
 
 STEPS = 2
 LEAST_SHARED_NBYTES = 1 << 16
@@ -303,24 +303,18 @@ def real(case: Case, crossings: Any = ()) -> Found:
     mesh = init_device_mesh(
         "cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh.keys())
     )
-    recordings: list[Recording] = []
-
-    def recorded(inner: comm.Collectives) -> comm.Collectives:
-        recordings.append(Recording(inner))
-        return recordings[-1]
-
     gc.collect()  # or what an earlier test leaves behind would be freed in this one
     with tracing.memory(below=LEAST_SHARED_NBYTES) as trace:
         batch = case.batch()
         model = case.model()
-        with comm.wrapped(recorded):
+        with recordings() as recorded:
             made = case.shard(model, mesh)
         model = made if isinstance(made, nn.Module) else model
         (engine,) = {engine_of(unit) for unit in units_below([model])}
         optimizer = case.optimizer(model.parameters())
         for number in range(STEPS):
             if number == STEPS - 1:
-                for log in (crossings, *(one.calls for one in recordings)):
+                for log in (crossings, *(one.calls for one in recorded)):
                     if log:
                         log.clear()
                 engine.recorder = transcript = Transcript()
@@ -342,7 +336,7 @@ def real(case: Case, crossings: Any = ()) -> Found:
         shards, gradients, state = 0, ones, 0
     return Found(
         untold(transcript),
-        Counter(exchange(one, call) for one in recordings for call in one.calls if one.world > 1),
+        Counter(exchange(one, call) for one in recorded for call in one.calls if one.world > 1),
         {str(kind): nbytes for kind, nbytes in engine.meter.peak_nbytes.items() if nbytes},
         shards,
         gradients,

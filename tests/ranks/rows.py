@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
+from tests.ranks.models import shard_units
 from tests.ranks.net import Net
 from tests.ranks.pool import RankPool
 
@@ -56,9 +57,7 @@ def shown(module: nn.Module) -> list[str]:
 
 
 def shard(fsdp: Any, model: Net, **options: Any) -> Any:
-    for block in model.blocks:
-        fsdp.fully_shard(block, **options)
-    return fsdp.fully_shard(model, **options)
+    return shard_units(model, model.blocks, by=fsdp.fully_shard, **options)
 
 
 def differences(theirs: Any, ours: Any, where: str = "") -> list[str]:

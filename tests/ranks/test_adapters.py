@@ -16,6 +16,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel, PerParameter, Ragged, checkpoint
 from fullshard.checkpoint import Conversion
 from fullshard.errors import ConfigError, UnsupportedError
+from tests.ranks.models import shard_units
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_weights import TOKENS, built
 
@@ -43,9 +44,7 @@ def shard(model: Any, way: str) -> Any:
         return FullyShardedDataParallel(model, use_orig_params=True)
     if way != "unsharded":
         layout = Ragged() if way == "ragged" else PerParameter()
-        for block in blocks:
-            fullshard.fully_shard(block, layout=layout)
-        fullshard.fully_shard(model, layout=layout)
+        shard_units(model, blocks, layout=layout)
     return model
 
 
@@ -67,6 +66,16 @@ def teach(model: Any) -> None:
                 parameter += 0.05
 
 
+def merge(model: nn.Module) -> None:
+    """Merge the adapters of a sharded model layer by layer."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            with fullshard.unshard_params(layer):
+                layer.merge()
+
+
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         found: Tensor = model(input_ids=TOKENS).logits
@@ -79,10 +88,7 @@ def logits(model: Any) -> Tensor:
 def test_weights_go_in_beside_adapters_and_out_with_them(
     tmp_path: Path, kind: str, way: str
 ) -> None:
-    folder = tmp_path / "in"
-    out = tmp_path / "out"
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    folder, out = tmp_path / "in", tmp_path / "out"
     base = built(kind, "cpu")
     twin = adapted(copy.deepcopy(base), kind)
     if dist.get_rank() == 0:
@@ -112,10 +118,7 @@ def test_weights_go_in_beside_adapters_and_out_with_them(
         with pytest.raises(UnsupportedError, match="has adapters that are not merged"):
             save()
     assert not out.exists()
-    for layer in model.modules():
-        if isinstance(layer, BaseTunerLayer):
-            with fullshard.unshard_params(layer):
-                layer.merge()
+    merge(model)
     checkpoint.save_weights(model, out)
     again = type(base).from_pretrained(out, dtype=torch.float32).train()
     torch.testing.assert_close(logits(again), expected, rtol=1e-5, atol=1e-5)
@@ -140,10 +143,7 @@ def learn(model: Any) -> None:
 def test_what_is_trained_whole_beside_adapters_goes_out_under_its_own_name(
     tmp_path: Path, way: str, options: dict[str, Any]
 ) -> None:
-    folder = tmp_path / "in"
-    out = tmp_path / "out"
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    folder, out = tmp_path / "in", tmp_path / "out"
     base = built("llama", "cpu")
     if dist.get_rank() == 0:
         base.save_pretrained(folder)
@@ -169,10 +169,7 @@ def test_what_is_trained_whole_beside_adapters_goes_out_under_its_own_name(
         learn(model)
     learn(twin)
     expected = logits(twin)
-    for layer in model.modules():
-        if isinstance(layer, BaseTunerLayer):
-            with fullshard.unshard_params(layer):
-                layer.merge()
+    merge(model)
     checkpoint.save_weights(model, out)
     family = type(base)
     again, report = family.from_pretrained(out, dtype=torch.float32, output_loading_info=True)

@@ -20,24 +20,8 @@ from tests.ranks.autograd import (
     loss_of,
     worlds_and_policies,
 )
+from tests.ranks.models import Fuse, Trouble
 from tests.ranks.pool import RankPool
-
-
-class Trouble(Exception):
-    pass
-
-
-class Fuse(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: type[BaseException]) -> Tensor:
-        ctx.kind = kind
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ctx.kind
 
 
 class Breaks(Block):

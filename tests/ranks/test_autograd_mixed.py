@@ -21,7 +21,7 @@ from tests.ranks.autograd import (
     loss_of,
     worlds_and_policies,
 )
-from tests.ranks.models import noise
+from tests.ranks.models import Fuse, noise
 from tests.ranks.pool import RankPool
 
 
@@ -71,25 +71,13 @@ class HiddenOutputsWithAnEvaluationBetween(Hidden):
         loss.backward()
 
 
-class Dies(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise KeyError
-
-
 class HiddenOutputsAndABackwardThatDies(Hidden):
     """The graph of the first forward is as good as before."""
 
     def step(self, model: Any, x: Tensor, number: int) -> None:
         loss = loss_of(model(x))
         with pytest.raises(KeyError):
-            loss_of(model(Dies.apply(x.cos().requires_grad_()))).backward()
+            loss_of(model(Fuse.apply(x.cos().requires_grad_(), KeyError))).backward()
         model.zero_grad()
         loss.backward()
 

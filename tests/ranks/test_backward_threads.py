@@ -19,7 +19,7 @@ from fullshard.device.streams import Lanes
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule.triggers import Transcript
 from tests.ranks.autograd import DIM, Tower, engine_of, loss_of
-from tests.ranks.models import fill, full_parameters, noise
+from tests.ranks.models import fill, full_parameters, noise, shard_units
 from tests.ranks.pool import on_ranks
 
 
@@ -58,9 +58,7 @@ class Checkpointed(Tower):
 
 def sharded(*, reentrant: bool) -> Any:
     model = fill(Checkpointed(reentrant=reentrant).double())
-    for block in model.blocks:  # type: ignore[union-attr]
-        fullshard.fully_shard(block)
-    return fullshard.fully_shard(model)
+    return shard_units(model, model.blocks)
 
 
 def batch(number: int) -> Tensor:

@@ -16,10 +16,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fullshard import Ragged, checkpoint, fully_shard
+from fullshard import Ragged, checkpoint
 from fullshard.comm.shared import Shared
 from tests.ranks.block_states import kind_of, kinds
-from tests.ranks.models import fill, noise
+from tests.ranks.models import fill, noise, shard_units
 from tests.ranks.pool import RankPool
 from tests.ranks.test_block_states import EAGER, owned, same_state
 from tests.ranks.test_owned import give, named, same_params
@@ -48,9 +48,7 @@ def sharded(layout: str, block: int) -> Any:
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     found = {"ragged": {"layout": Ragged()}, "blocks": {"layout": Ragged(block)}}
     options = found.get(layout, {})
-    for part in (model.up, model.down):
-        fully_shard(part, mesh=mesh["dp"], **options)
-    return fully_shard(model, mesh=mesh["dp"], **options)
+    return shard_units(model, (model.up, model.down), mesh=mesh["dp"], **options)
 
 
 def grads_of(step: int) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel, PerParameter, Ragged, fully_shard
 from fullshard.errors import FullshardError, ProtocolError, RaggedOperationError
 from fullshard.tensors import uses
+from tests.ranks.models import shard_units
 from tests.ranks.pool import on_ranks
 
 FACES = ("rows", "ragged", "flat")
@@ -141,8 +142,7 @@ def test_in_the_forward_of_another_unit_the_parameter_is_named(face: str) -> Non
     layout = Ragged("element") if face == "ragged" else PerParameter()
     net: Any = nn.Sequential(Middle(), nn.Sequential(nn.Linear(4, 4)))
     net[0].borrowed.append(net[1][0])
-    for part in (net[0], net[1], net):
-        fully_shard(part, layout=layout)
+    shard_units(net, (net[0], net[1]), layout=layout)
     for call in (lambda: net(torch.ones(2, 4)), lambda: net[0](torch.ones(2, 4))):
         kind, text = caught(call)
         assert kind is ProtocolError

@@ -23,7 +23,14 @@ worlds = pytest.mark.parametrize("world", [1, 2, 3])
 EXACT = 1e-12
 
 
-def cast_whole(dtype: torch.dtype, ran: bool, keep: bool) -> tuple[float, bool]:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("ran", [False, True], ids=["before_forward", "after_forward"])
+@pytest.mark.parametrize("keep", [False, True], ids=["resharded", "kept"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+def test_a_cast_after_sharding_holds_for_training_and_optimizer(
+    ran: bool, keep: bool, dtype: torch.dtype
+) -> None:
+    tolerance = 1e-6 if dtype is torch.float64 else 2e-2
     plain, model = make(torch.float32), shard(make(torch.float32))
     model.set_reshard_after_backward(not keep)
     references = list(model.parameters())
@@ -42,20 +49,9 @@ def cast_whole(dtype: torch.dtype, ran: bool, keep: bool) -> tuple[float, bool]:
     assert all(p.dtype is dtype for p in references)
     for module in (model, *model.blocks):
         module.reshard()
-    return apart(model, plain), same
-
-
-@worlds
-@pytest.mark.parametrize("ran", [False, True], ids=["before_forward", "after_forward"])
-@pytest.mark.parametrize("keep", [False, True], ids=["resharded", "kept"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
-def test_a_cast_after_sharding_holds_for_training_and_optimizer(
-    pool: RankPool, world: int, ran: bool, keep: bool, dtype: torch.dtype
-) -> None:
-    tolerance = 1e-6 if dtype is torch.float64 else 2e-2
-    for difference, same in pool.run(world, cast_whole, dtype, ran, keep):
-        assert difference <= tolerance
-        assert same
+    difference = apart(model, plain)
+    assert difference <= tolerance
+    assert same
 
 
 @on_ranks(2)

@@ -20,12 +20,11 @@ from fullshard import checkpoint, errors
 from fullshard._torch import dtensor as _dtensor
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.optim import clip_grad_norm_
-from tests.ranks.models import OddModel, fill, full_parameters
+from tests.ranks.models import OddModel, fill, full_parameters, shard_units, shared_folder
 from tests.ranks.net import make
 from tests.ranks.net import shard as shard_net
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_checkpoint_torch import adamw, sharded_adamw, trained
-from tests.ranks.test_state import shared_folder
 from tests.ranks.test_tensor_parallel import Net, parallelize
 from tests.ranks.test_unshard_params import LAYOUTS, WORLDS, full, loss_of, plain_net, sharded_net
 
@@ -201,9 +200,7 @@ def test_on_three_dims_each_tensor_is_where_it_belongs(shape: tuple[int, int, in
         model = fill(Net(8, 16).double())
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         parallelize(model, grid["tp"])
-        for block in model.blocks:
-            fullshard.fully_shard(block, mesh=grid["rep", "dp"], layout=LAYOUTS[layout])
-        fullshard.fully_shard(model, mesh=grid["rep", "dp"], layout=LAYOUTS[layout])
+        shard_units(model, model.blocks, mesh=grid["rep", "dp"], layout=LAYOUTS[layout])
         with CommDebugMode() as counted:
             placed = checkpoint.sharded_state_dict(model, whole_mesh=True)
         assert counted.get_total_counts() == 0
@@ -270,9 +267,7 @@ def test_a_full_state_dict_of_20_units_takes_one_unit_above_the_shards(layout: A
     """The most bytes held at once for a full state dict, those of the largest unit, of all."""
     pairs = (nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)) for _ in range(20))
     model = fill(nn.Sequential(*pairs))
-    for unit in model:
-        fullshard.fully_shard(unit, layout=layout)
-    fullshard.fully_shard(model, layout=layout)
+    shard_units(model, model, layout=layout)
     units = units_below([model])
     meter: Any = unit_of(model).engine.meter  # type: ignore[union-attr]
     state = checkpoint.full_state_dict(model)

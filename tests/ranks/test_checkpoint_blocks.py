@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import FullyShardedDataParallel, Ragged, fully_shard
+from fullshard import FullyShardedDataParallel, Ragged
 from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
 from fullshard.wrap import ModuleWrapPolicy
+from tests.ranks.models import shard_units
 from tests.ranks.pool import on_ranks
 
 FACES = ("rows", "ragged", "pieces", "flat")
@@ -56,8 +57,7 @@ def made() -> Any:
 def sharded(net: Any, face: str) -> Any:
     if face in ("rows", "ragged"):
         options: dict[str, Any] = {"layout": Ragged("element")} if face == "ragged" else {}
-        for part in (*net.blocks, net):
-            fully_shard(part, **options)
+        shard_units(net, net.blocks, **options)
         return net
     return FullyShardedDataParallel(
         net, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=face == "pieces"

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fullshard import FullyShardedDataParallel, Ragged, checkpoint, fully_shard
+from fullshard import FullyShardedDataParallel, Ragged, checkpoint
 from fullshard.checkpoint.loading.read import Reader
-from tests.ranks.models import noise
+from tests.ranks.models import noise, shard_units
 from tests.ranks.pool import RankPool
 
 
@@ -52,9 +52,7 @@ def plain(seed: int) -> Any:
 
 
 def units(model: Any, **options: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return shard_units(model, model.blocks, **options)
 
 
 def flat(model: Any, **options: Any) -> Any:

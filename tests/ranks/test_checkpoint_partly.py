@@ -15,13 +15,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import PerParameter, Ragged, checkpoint, fully_shard
+from fullshard import PerParameter, Ragged, checkpoint
 from fullshard.checkpoint import LoadPlanner
 from fullshard.optim import ShardedOptimizer
 from fullshard.tensors import local_part
-from tests.ranks.models import fill, noise
+from tests.ranks.models import fill, noise, shard_units, shared_folder
 from tests.ranks.pool import on_ranks
-from tests.ranks.test_state import shared_folder
 
 FACES = ["per_parameter", "ragged", "originals", "flat"]
 
@@ -49,9 +48,7 @@ def sharded(face: str) -> Any:
             setattr(model, name, wrapper)
         return model
     layout = Ragged() if face == "ragged" else PerParameter()
-    for inner in (model.first, model.second):
-        fully_shard(inner, layout=layout)
-    return fully_shard(model, layout=layout)
+    return shard_units(model, (model.first, model.second), layout=layout)
 
 
 def adam(model: nn.Module, face: str) -> torch.optim.Optimizer:

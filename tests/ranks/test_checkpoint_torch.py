@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import checkpoint
 from fullshard.compat import patch_torch
 from fullshard.optim import ShardedOptimizer
-from tests.ranks.models import fill
+from tests.ranks.models import fill, shard_units
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_tensor_parallel import Net, parallelize
 from tests.ranks.test_unshard_params import loss_of, sharded_net
@@ -80,9 +80,7 @@ def theirs(kind: str, mesh: str) -> Any:
         options["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
     if kind == "fsdp1":
         return fsdp1(model, options["mesh"])
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return shard_units(model, model.blocks, by=fully_shard, **options)
 
 
 def fsdp1(model: Net, mesh: Any) -> Any:

@@ -23,7 +23,7 @@ import fullshard
 from fullshard import comm
 from fullshard._torch import collectives as _collectives
 from fullshard.compat import patch_torch
-from tests.ranks.models import fill, full_parameters
+from tests.ranks.models import fill, full_parameters, shard_units
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool, every_world, on_ranks
 
@@ -34,9 +34,7 @@ COLLECTIVES = (GATHER, REDUCE, "all_reduce")
 
 def shard(model: Net, mesh: Any = None, **options: Any) -> Any:
     """As a program written for PyTorch shards it, with whatever stands in its place."""
-    for block in model.blocks:
-        fsdp.fully_shard(block, mesh=mesh, **options)
-    return fsdp.fully_shard(model, mesh=mesh, **options)
+    return shard_units(model, model.blocks, by=fsdp.fully_shard, mesh=mesh, **options)
 
 
 class Call(NamedTuple):

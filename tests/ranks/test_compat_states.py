@@ -28,6 +28,7 @@ from torch.distributed.fsdp._fully_shard import (
 from fullshard.compat import patch_torch
 from fullshard.compat.states import State
 from fullshard.errors import UnsupportedError
+from tests.ranks.models import shard_units
 from tests.ranks.net import Net, batch, make, shard
 from tests.ranks.pool import RankPool, on_ranks
 
@@ -36,9 +37,7 @@ Facts = dict[str, Any]
 
 def sharded(mesh: Any, **options: Any) -> Any:
     model: Any = make()
-    for block in model.blocks:
-        fsdp.fully_shard(block, mesh=mesh, **options)
-    return fsdp.fully_shard(model, mesh=mesh, **options)
+    return shard_units(model, model.blocks, by=fsdp.fully_shard, mesh=mesh, **options)
 
 
 def mesh_facts(info: Any) -> Any:

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fullshard
-from tests.ranks.models import GPT, fill, ids
+from tests.ranks.models import GPT, fill, ids, shard_units
 from tests.ranks.pool import on_ranks
 from tests.ranks.strict import left
 
@@ -46,9 +46,7 @@ def wrap_per_parameter(lib: Any, layout: Any, model: GPT, kind: str) -> nn.Modul
         options["mp_policy"] = lib.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
-    for block in model.blocks:
-        lib.fully_shard(block, **options)
-    return lib.fully_shard(model, **options)
+    return shard_units(model, model.blocks, by=lib.fully_shard, **options)
 
 
 def wrap_flat(lib: Any, model: GPT, kind: str) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import (
@@ -23,9 +23,9 @@ from fullshard.frontend.ownership import unit_of
 from fullshard.schedule import Op, Transcript
 from fullshard.tensors import local_part
 from fullshard.wrap import ModuleWrapPolicy
-from tests.ranks.models import full_parameters
+from tests.ranks.models import Fuse, Trouble, full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step, train_both
-from tests.ranks.pool import RankPool, on_ranks
+from tests.ranks.pool import on_ranks
 
 EXACT = 1e-12
 
@@ -141,10 +141,6 @@ def test_writes_into_unsharded_parameters_end_with_a_reshard() -> None:
     assert (full_parameters(model)["scale"] - before["scale"]).abs().max().item() == 0.0
 
 
-class Trouble(Exception):
-    pass
-
-
 def fail(*_: object) -> None:
     raise Trouble
 
@@ -233,16 +229,6 @@ def test_a_reset_inside_of_what_runs_is_refused(where: str) -> None:
     assert running[where] in messages[0]
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise Trouble
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("original", [True, False])
@@ -265,7 +251,7 @@ def test_zero_grad_of_a_module_drops_what_the_optimizer_sees(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     model(batch(1)).sum().backward()
     assert any(param.grad is not None for param in params)
-    loss = Fails.apply(model(batch(1))).sum()
+    loss = Fuse.apply(model(batch(1)), Trouble).sum()
     with pytest.raises(Trouble):
         loss.backward()
     model.zero_grad(set_to_none=to_none)
@@ -298,25 +284,22 @@ def test_policies_may_change_between_steps() -> None:
     assert train_both(script) <= EXACT
 
 
-def shown_after_forward(value: bool | None, at_run_time: bool) -> list[list[bool]]:
+@on_ranks(2)
+@pytest.mark.parametrize("at_run_time", [False, True])
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, [False, True]), (True, [True, True]), (False, [False, False])]
+)
+def test_what_is_shown_after_forward_and_backward(
+    value: bool | None, shown: list[bool], at_run_time: bool
+) -> None:
+    expected = [[shown[0]] * 2 + [shown[1]] * 2, [True] * 4]
     model = shard(make(), reshard_after_forward=None if at_run_time else value)
     if at_run_time and value is not None:
         model.set_reshard_after_forward(value)
     out = model(batch())
     after_forward = [*shards_of(model.head), *shards_of(model.blocks[0])]
     out.sum().backward()
-    return [after_forward, [*shards_of(model.head), *shards_of(model.blocks[0])]]
-
-
-@pytest.mark.parametrize("at_run_time", [False, True])
-@pytest.mark.parametrize(
-    ("value", "shown"), [(None, [False, True]), (True, [True, True]), (False, [False, False])]
-)
-def test_what_is_shown_after_forward_and_backward(
-    pool: RankPool, value: bool | None, shown: list[bool], at_run_time: bool
-) -> None:
-    expected = [[shown[0]] * 2 + [shown[1]] * 2, [True] * 4]
-    assert pool.run(2, shown_after_forward, value, at_run_time) == [expected] * 2
+    assert [after_forward, [*shards_of(model.head), *shards_of(model.blocks[0])]] == expected
 
 
 @on_ranks(1, 2, 3)

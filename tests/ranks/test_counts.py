@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
-from fullshard import comm
-from fullshard.comm.c10d import C10d, Transport
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.models import GPT, fill, ids
 from tests.ranks.pool import RankPool, every_world, on_ranks
 from tests.ranks.test_parity import shard, use_checkpoints
-from tests.recording import Recording
+from tests.recording import recordings
 
 Call = tuple[str, int]
-
-
-@contextmanager
-def recordings() -> Iterator[list[Recording]]:
-    """One recording a unit sharded in the block, in order."""
-    made: list[Recording] = []
-
-    def record(inner: comm.Collectives) -> comm.Collectives:
-        made.append(Recording(inner))
-        return made[-1]
-
-    with comm.wrapped(record):
-        yield made
 
 
 def step(model: nn.Module, seed: int = 0) -> None:
@@ -45,7 +26,16 @@ def step(model: nn.Module, seed: int = 0) -> None:
     GPT.loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
 
 
-def calls_of_a_step(reshard: bool | None, checkpointing: str) -> list[dict[str, int]]:
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("checkpointing", ["", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_one_gather_each_way_and_one_reduction_per_unit_and_step(
+    reshard: bool | None, checkpointing: str
+) -> None:
+    freed = {"all_gather": 2, "reduce_scatter": 1}
+    kept = {"all_gather": 1, "reduce_scatter": 1}
+    blocks = kept if reshard is False else freed
+    root = freed if reshard is True else kept
     with recordings() as made:
         model = fill(GPT())
         shard(model, reshard)
@@ -55,48 +45,8 @@ def calls_of_a_step(reshard: bool | None, checkpointing: str) -> list[dict[str, 
         for recording in made:
             recording.calls.clear()
         step(model, seed)
-    return [dict(Counter(call.kind for call in recording.calls)) for recording in made]
-
-
-@every_world
-@pytest.mark.parametrize("checkpointing", ["", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_one_gather_each_way_and_one_reduction_per_unit_and_step(
-    pool: RankPool, world: int, reshard: bool | None, checkpointing: str
-) -> None:
-    freed = {"all_gather": 2, "reduce_scatter": 1}
-    kept = {"all_gather": 1, "reduce_scatter": 1}
-    blocks = kept if reshard is False else freed
-    root = freed if reshard is True else kept
-    for result in pool.run(world, calls_of_a_step, reshard, checkpointing):
-        assert result == [blocks, blocks, blocks, root]
-
-
-@on_ranks(2)
-def test_the_recording_tells_what_an_outside_observer_sees() -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    native = C10d(group, "cpu", Transport.NATIVE)
-    made: list[Recording] = []
-
-    def record(inner: comm.Collectives) -> comm.Collectives:
-        made.append(Recording(native))
-        return made[-1]
-
-    with comm.wrapped(record):
-        model = fill(GPT().float())
-        shard(model, None)
-    step(model)
-    for recording in made:
-        recording.calls.clear()
-    with CommDebugMode() as outside, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook")  # the observer's own
-        step(model)
-    ours = Counter(call.kind for recording in made for call in recording.calls)
-    theirs = {str(op).split(".")[-1]: n for op, n in outside.get_comm_counts().items()}
-    ours = dict(ours)
-    assert ours == {"all_gather": 7, "reduce_scatter": 4}
-    assert theirs == {"_allgather_base_": 7, "_reduce_scatter_base_": 4}
+    result = [dict(Counter(call.kind for call in recording.calls)) for recording in made]
+    assert result == [blocks, blocks, blocks, root]
 
 
 def bytes_of_steps(budget: int | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.schedule import MachinePolicy
-from tests.ranks.models import Weighs, fill, noise
+from tests.ranks.models import Weighs, fill, noise, shard_units
 from tests.ranks.net import batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import Raised, grads, outcomes, raised, shard, whole
@@ -81,9 +81,7 @@ def test_defect_4_streams_are_shared_before_the_first_forward(pool: RankPool) ->
 def no_sync_beside_a_module_that_never_ran(fsdp: Any) -> Any:
     model = Partly()
     policy = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for layer in model.layers:
-        fsdp.fully_shard(layer, mp_policy=policy)
-    fsdp.fully_shard(model, mp_policy=policy)
+    shard_units(model, model.layers, by=fsdp.fully_shard, mp_policy=policy)
     model.set_requires_gradient_sync(False)
     return raised(lambda: model(noise(2, 3), 0).sum().backward())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -18,9 +17,8 @@ from fullshard import fully_shard, watch
 from fullshard.comm.ledger import Ledger, ledger_of
 from fullshard.comm.protocol import Done
 from fullshard.errors import PeerError, ProtocolError
-from tests.ranks.models import full_parameters
+from tests.ranks.models import Trouble, full_parameters, heard
 from tests.ranks.pool import RankPool
-from tests.ranks.test_autograd_failures import Trouble
 
 PATIENCE_S = 1.0
 
@@ -35,35 +33,21 @@ class Point:
         return self.is_passed
 
 
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @contextmanager
-def on_device() -> Iterator[tuple[Ledger, threading.Event, Heard]]:
+def on_device() -> Iterator[tuple[Ledger, threading.Event, list[str]]]:
     """The ledger of all ranks, as if their collectives were a device's; what is aborted, told."""
-    group, heard, aborted = dist.group.WORLD, Heard(), threading.Event()
+    group, aborted = dist.group.WORLD, threading.Event()
     assert group is not None
     ledger = ledger_of(group)
-    logger = logging.getLogger("fullshard")
-    logger.addHandler(heard)
-    logger.setLevel(logging.INFO)
-    with pytest.MonkeyPatch.context() as patch:
+    with heard() as said, pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", str(PATIENCE_S))
         patch.setattr(ledger, "aborts", aborted.set)
         patch.setattr(ledger.domain, "aborted_by", None)  # and not after the test
         watch.begin()
         dist.barrier()
         try:
-            yield ledger, aborted, heard
+            yield ledger, aborted, said
         finally:
-            logger.removeHandler(heard)
-            logger.setLevel(logging.NOTSET)
             dist.barrier()
 
 
@@ -83,7 +67,7 @@ def fails_while_devices_wait() -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    with on_device() as (ledger, aborted, heard):
+    with on_device() as (ledger, aborted, logged):
         said = []
         if dist.get_rank() != 1:
             done, stuck = Point(), Point()
@@ -92,10 +76,10 @@ def fails_while_devices_wait() -> list[str]:
                 ledger.issue("gather", label, 8, Done, lambda point=point: point).wait()
         else:
             ledger.issue("gather", "unit a", 8, Done).wait()
-            assert until(lambda: heard.texts)  # the others' devices were noticed
+            assert until(lambda: logged)  # the others' devices were noticed
             watch.report_failure(Trouble("no"))
         assert aborted.wait(30)
-        said.append(heard.texts[-1])
+        said.append(logged[-1].partition(": ")[2])
         with pytest.raises(PeerError):  # gradients may be what came of the aborted gather
             optimizer.step()
         for _ in range(2):
@@ -104,9 +88,8 @@ def fails_while_devices_wait() -> list[str]:
             except (PeerError, ProtocolError) as error:
                 said.append(f"{type(error).__name__}: {error}")
         assert (
-            "rank 1 has not reached this collective (its last: the gather of unit a)"
-            in heard.texts[0]
-        ), heard.texts
+            "rank 1 has not reached this collective (its last: the gather of unit a)" in logged[0]
+        ), logged
     after = full_parameters(model)
     assert all(torch.equal(one, after[name]) for name, one in before.items())
     return said
@@ -118,7 +101,7 @@ def test_a_rank_that_fails_while_only_devices_wait_is_named_and_the_groups_end(
     first, *others = pool.run(3, fails_while_devices_wait)
     assert all(one == first for one in others)
     told, once, again = first
-    assert told.startswith("rank 1 failed: tests.ranks.test_autograd_failures.Trouble: no")
+    assert told.startswith("rank 1 failed: tests.ranks.models.Trouble: no")
     assert re.search(
         r"rank 0 has waited [\d.]+ s for the gather of unit b \(collective 1 of", told
     ), told
@@ -126,13 +109,13 @@ def test_a_rank_that_fails_while_only_devices_wait_is_named_and_the_groups_end(
     assert again.startswith(f"ProtocolError: {told}. This fault has aborted the process groups")
 
 
-def comes_late() -> list[str]:
+def comes_late() -> str:
     """Rank 1 comes after the others' patience: they are told, and nothing ends."""
-    with on_device() as (ledger, aborted, heard):
+    with on_device() as (ledger, aborted, logged):
         if dist.get_rank() != 1:
             point = Point()
             ledger.issue("gather", "unit a", 8, Done, lambda: point)
-        assert until(lambda: heard.texts)
+        assert until(lambda: logged)
         if dist.get_rank() == 1:
             point = Point()
             ledger.issue("gather", "unit a", 8, Done, lambda: point)
@@ -140,9 +123,9 @@ def comes_late() -> list[str]:
         point.is_passed = True
         assert ledger.wait() is None and not aborted.is_set()
         ledger.issue("gather", "unit b", 8, Done)
-        return heard.texts[:1]
+        return logged[0].partition(": ")[2]
 
 
 def test_a_rank_that_comes_late_to_what_devices_wait_for_is_named(pool: RankPool) -> None:
-    for (told,) in pool.run(2, comes_late):
+    for told in pool.run(2, comes_late):
         assert told.startswith("rank 1 has not reached this collective, and is at until"), told

@@ -19,7 +19,7 @@ import fullshard
 from fullshard.errors import ConfigError
 from fullshard.schedule import Transcript
 from tests.ranks.autograd import engine_of
-from tests.ranks.models import fill, full_parameters, noise
+from tests.ranks.models import fill, full_parameters, noise, shard_units
 from tests.ranks.net import apart, batch, make, optimizer_of, shard, step, train_both
 from tests.ranks.pool import RankPool, on_ranks
 
@@ -93,9 +93,7 @@ def test_prefetched_in_vain() -> None:
     ids = torch.arange(8) % 11
     model = fill(Deep().double())
     inner = nn.Sequential(*model.blocks)
-    for part in model.blocks:
-        fullshard.fully_shard(part)
-    fullshard.fully_shard(inner)
+    shard_units(inner, model.blocks)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[3]])
     fullshard.fully_shard(model.embed)
     whole = fullshard.fully_shard(nn.Sequential(model.embed, inner))

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import comm
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from tests.noise import without_noise
 from tests.ranks.pool import RankPool
-from tests.recording import Recording
+from tests.recording import recordings
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -261,15 +260,9 @@ class Figures(NamedTuple):
 def figures_of_a_step(
     reshard_after_forward: bool | None, budget: int | None, param_dtype: torch.dtype | None
 ) -> Figures:
-    made: list[Recording] = []
-
-    def record(inner: comm.Collectives) -> comm.Collectives:
-        made.append(Recording(inner))
-        return made[-1]
-
     model = Stack()
     policy = fullshard.MixedPrecisionPolicy(param_dtype=param_dtype)
-    with comm.wrapped(record):
+    with recordings() as made:
         fullshard.shard_blocks(model, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     model.set_prefetch_budget(budget)
     unit = unit_of(model)

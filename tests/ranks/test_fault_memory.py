@@ -15,9 +15,8 @@ from fullshard import MixedPrecisionPolicy, PerParameter, Ragged, fully_shard
 from fullshard._torch import collectives as _collectives
 from fullshard.device import Buffer
 from fullshard.errors import PeerError
-from tests.ranks.models import fill, noise
+from tests.ranks.models import Trouble, fill, noise
 from tests.ranks.pool import RankPool
-from tests.ranks.test_autograd_failures import Trouble
 from tests.ranks.test_extensions import Halves
 from tests.ranks.test_watch import Tower
 

@@ -19,9 +19,9 @@ from fullshard import fully_shard
 from fullshard.errors import ArgumentTypeError, ProtocolError
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule import Op, Transcript
-from tests.ranks.models import noise
+from tests.ranks.models import noise, shard_units
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step
-from tests.ranks.pool import RankPool, on_ranks
+from tests.ranks.pool import on_ranks
 
 EXACT = 1e-12
 beside_torchs = pytest.mark.skipif(
@@ -30,9 +30,7 @@ beside_torchs = pytest.mark.skipif(
 
 
 def shard_by(kit: ModuleType, model: Net, **options: Any) -> Any:
-    for block in model.blocks:
-        kit.fully_shard(block, **options)
-    return kit.fully_shard(model, **options)
+    return shard_units(model, model.blocks, by=kit.fully_shard, **options)
 
 
 def grads_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -152,8 +150,10 @@ def test_gradients_that_the_caller_assigned_are_reduced() -> None:
     assert worst_difference(model, plain) <= EXACT
 
 
-def reductions() -> list[dict[str, int]]:
+@on_ranks(2)
+def test_reductions_begin_with_the_call_and_end_with_the_wait() -> None:
     """How many reductions a backward, the call and its wait start and end."""
+    begun, ended = Op.REDUCE_SCATTER, Op.FINISH_REDUCE
     model = shard(make())
     engine = unit_of(model).engine
     engine.recorder = transcript = Transcript()
@@ -175,18 +175,12 @@ def reductions() -> list[dict[str, int]]:
     count()
     model.finalize_backward()
     count()
-    return counts
-
-
-def test_reductions_begin_with_the_call_and_end_with_the_wait(pool: RankPool) -> None:
-    begun, ended = Op.REDUCE_SCATTER, Op.FINISH_REDUCE
-    for counts in pool.run(2, reductions):
-        assert counts == [
-            {begun: 0, ended: 0},
-            {begun: 3, ended: 2},  # as ever, one is under way at a time
-            {begun: 0, ended: 1},
-            {begun: 0, ended: 0},
-        ]
+    assert counts == [
+        {begun: 0, ended: 0},
+        {begun: 3, ended: 2},  # as ever, one is under way at a time
+        {begun: 0, ended: 1},
+        {begun: 0, ended: 0},
+    ]
 
 
 def error_of(what: Callable[[], object]) -> type[Exception] | None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard.errors import FullshardError
-from tests.ranks.models import fill, full_parameters, noise
+from tests.ranks.models import fill, full_parameters, noise, shard_units
 from tests.ranks.pool import on_ranks
 
 
@@ -53,9 +53,7 @@ def make() -> Model:
 
 
 def shard(model: Any, *parts: nn.Module) -> Any:
-    for part in (*model.layers, *parts):
-        fullshard.fully_shard(part)
-    return fullshard.fully_shard(model)
+    return shard_units(model, (*model.layers, *parts))
 
 
 X = noise(2, 3, 6)

@@ -19,9 +19,9 @@ from fullshard.engine.reduce_input import Reduced
 from fullshard.errors import ProtocolError
 from fullshard.optim import ShardedOptimizer
 from fullshard.wrap import ModuleWrapPolicy
-from tests.ranks.models import fill, noise
+from tests.ranks.models import fill, noise, shard_units
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_counts import recordings
+from tests.recording import recordings
 
 EXACT = 1e-12
 WIDTH, RANK, NUM_BLOCKS = 32, 2, 2
@@ -60,9 +60,7 @@ def make() -> Tower:
 
 
 def shard(model: Tower, fully_shard: Any = fullshard.fully_shard, **options: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return shard_units(model, model.blocks, by=fully_shard, **options)
 
 
 def train_only(model: nn.Module, *parts: str) -> None:

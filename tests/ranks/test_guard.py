@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel
 from fullshard.errors import ArgumentTypeError, ConfigError, NonFiniteError
 from fullshard.optim import ShardedGradScaler, ShardedOptimizer, StepGuard, clip_grad_norm_
-from tests.ranks.models import Counted
+from tests.ranks.models import Counted, heard
 from tests.ranks.net import Net, batch, make, shard
 from tests.ranks.pool import RankPool, on_ranks
 
@@ -53,20 +50,6 @@ def sharded(face: str) -> Any:
 
 def inner(model: Any) -> Net:
     return model.module if isinstance(model, FullyShardedDataParallel) else model
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """The warnings of the block on this rank."""
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fullshard")
-    logger.addHandler(handler)
-    try:
-        yield told
-    finally:
-        logger.removeHandler(handler)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import fullshard as ours
 from fullshard import MixedPrecisionPolicy
 from fullshard.frontend.ownership import unit_of
+from tests.ranks.models import shard_units
 from tests.ranks.net import apart, batch, make, optimizer_of, shard, step
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.strict import size_in_use
@@ -141,9 +142,7 @@ def test_single_units_keep_their_memory() -> None:
 def sizes(kit: Any) -> list[int]:
     """Bytes of memory behind each unsharded parameter after a step, as held by its graph."""
     model = make()
-    for block in model.blocks:
-        kit.fully_shard(block)
-    kit.fully_shard(model)
+    shard_units(model, model.blocks, by=kit.fully_shard)
     wholes: list[Tensor] = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda module, _: wholes.append(module.weight))

@@ -20,7 +20,7 @@ from bench.contenders import FSDP2, PER_PARAMETER, RAGGED
 from bench.launches import CONTENDERS, as_on_a_gpu, counted
 from fullshard.device.streams import Lanes
 from fullshard.tensors import local_part
-from tests.ranks.models import Experts, fill
+from tests.ranks.models import Experts, fill, shard_units
 from tests.ranks.pool import RankPool, on_ranks
 
 
@@ -133,8 +133,7 @@ class Chain(nn.Module):
 
 def chain(**options: Any) -> Any:
     model: Any = fill(Chain().double())
-    for unit in (*model.units, model):
-        fullshard.fully_shard(unit, **options)
+    shard_units(model, model.units, **options)
     return model
 
 
@@ -142,8 +141,15 @@ def has_grads(model: nn.Module) -> list[bool]:
     return [param.grad is not None for param in model.parameters()]
 
 
-def reads_of_a_step(case: str) -> tuple[list[int], list[bool]]:
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["frozen", "idle here", "idle everywhere"])
+def test_presence_is_read_once_a_step_and_not_for_what_is_frozen(case: str) -> None:
     """Rows read in the third step, and which gradients are there."""
+    at_once, there = {
+        "frozen": ([], [True, True, False, False]),
+        "idle here": ([3], [True] * 4),
+        "idle everywhere": ([3], [True, True, False, False]),
+    }[case]
     model = chain()
     for unit in model.units if case == "frozen" else ():
         unit.experts[1].requires_grad_(False)
@@ -152,19 +158,9 @@ def reads_of_a_step(case: str) -> tuple[list[int], list[bool]]:
             seen.clear()
             model.zero_grad()
             model(dist.get_rank() % 2 if case == "idle here" else 0).backward()
-    return seen, has_grads(model)
-
-
-@pytest.mark.parametrize("case", ["frozen", "idle here", "idle everywhere"])
-def test_presence_is_read_once_a_step_and_not_for_what_is_frozen(pool: RankPool, case: str) -> None:
-    at_once, there = {
-        "frozen": ([], [True, True, False, False]),
-        "idle here": ([3], [True] * 4),
-        "idle everywhere": ([3], [True, True, False, False]),
-    }[case]
-    for seen, found in pool.run(2, reads_of_a_step, case):
-        assert seen == at_once
-        assert found == there * 3
+    found = has_grads(model)
+    assert seen == at_once
+    assert found == there * 3
 
 
 @on_ranks(4)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import fullshard
 from bench import memory
 from bench.contenders import FLAT, FSDP1, FSDP2, PER_PARAMETER, RAGGED
 from fullshard import MixedPrecisionPolicy
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
+from tests.ranks.models import shard_units
 from tests.ranks.pool import RankPool
 from tests.versions import TORCH
 
@@ -47,9 +47,7 @@ def sharded(mesh: tuple[int, ...] = (), **options: Any) -> Any:
         names = ("replicate", "shard")[-len(mesh) :]
         options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=names)
     model = Layers()
-    for layer in model.layers:
-        fullshard.fully_shard(layer, **options)
-    return fullshard.fully_shard(model, **options)
+    return shard_units(model, model.layers, **options)
 
 
 def engine_of(model: nn.Module) -> Any:

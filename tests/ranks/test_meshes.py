@@ -17,16 +17,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
-from fullshard import comm, errors
+from fullshard import errors
 from fullshard._torch import collectives as _collectives
-from fullshard.comm.c10d import C10d, Transport
+from fullshard.comm.c10d import Transport
 from fullshard.frontend.ownership import unit_of
 from fullshard.tensors import RaggedShard
-from tests.ranks.models import GPT, fill, full_parameters, ids
+from tests.ranks.models import GPT, fill, full_parameters, ids, shard_units
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_counts import recordings
 from tests.ranks.test_parity import batches, check, make, shard, train, vocab
-from tests.recording import Recording
+from tests.recording import recordings
 
 PER_PARAM, RAGGED = fullshard.PerParameter(), fullshard.Ragged()
 LAYOUTS = [PER_PARAM, RAGGED, fullshard.Ragged("row")]
@@ -150,7 +149,17 @@ class Branches(nn.Module):
         return total
 
 
-def grads_after(microbatches: list[str], layout: Any) -> list[Tensor | None]:
+@on_ranks(4)
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@pytest.mark.parametrize(
+    ("microbatches", "expected"),
+    [(["a", "b"], (1, 1)), (["a", "a"], (2, 0)), (["a", "", "ab"], (2, 1)), (["b", ""], (0, 1))],
+)
+def test_partial_gradients_stay_with_their_parameters(
+    microbatches: list[str], expected: tuple[int, int], layout: Any
+) -> None:
+    """PyTorch adds up what lies in the same place of a buffer whose parameters differ."""
+    mean = sum(range(1, 5)) / 4
     model: Any = Branches()
     fullshard.fully_shard(model, mesh=mesh_of(2, 2), layout=layout)
     for number, which in enumerate(microbatches):
@@ -159,26 +168,13 @@ def grads_after(microbatches: list[str], layout: Any) -> list[Tensor | None]:
         if number < len(microbatches) - 1:
             assert model.a.grad is None
             assert model.b.grad is None
-    return [None if p.grad is None else p.grad.full_tensor() for p in (model.a, model.b)]
-
-
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
-@pytest.mark.parametrize(
-    ("microbatches", "expected"),
-    [(["a", "b"], (1, 1)), (["a", "a"], (2, 0)), (["a", "", "ab"], (2, 1)), (["b", ""], (0, 1))],
-)
-def test_partial_gradients_stay_with_their_parameters(
-    pool: RankPool, microbatches: list[str], expected: tuple[int, int], layout: Any
-) -> None:
-    """PyTorch adds up what lies in the same place of a buffer whose parameters differ."""
-    mean = sum(range(1, 5)) / 4
-    for grads in pool.run(4, grads_after, microbatches, layout):
-        for grad, times in zip(grads, expected, strict=True):
-            if times == 0:
-                assert grad is None
-            else:
-                assert grad is not None
-                torch.testing.assert_close(grad, torch.full((3, 2), mean * times))
+    grads = [None if p.grad is None else p.grad.full_tensor() for p in (model.a, model.b)]
+    for grad, times in zip(grads, expected, strict=True):
+        if times == 0:
+            assert grad is None
+        else:
+            assert grad is not None
+            torch.testing.assert_close(grad, torch.full((3, 2), mean * times))
 
 
 def skipped_in_the_last_pass() -> list[float]:
@@ -197,9 +193,7 @@ def skipped_in_the_last_pass() -> list[float]:
 
     root: Any = Either()
     mesh = mesh_of(2, 2)
-    for part in model.values():
-        fullshard.fully_shard(part, mesh=mesh)
-    fullshard.fully_shard(root, mesh=mesh)
+    shard_units(root, model.values(), mesh=mesh)
     x = torch.ones(1, 2) * (1 + dist.get_rank())
     root.set_requires_all_reduce(False)
     root(x, "ab").sum().backward()
@@ -311,9 +305,7 @@ def test_secondary_shards_are_never_stale() -> None:
     """The weights change while slices of the old ones are kept."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for part in model:
-        fullshard.fully_shard(part, mesh=mesh_of(4), reshard_after_forward=2)
-    fullshard.fully_shard(model, mesh=mesh_of(4), reshard_after_forward=2)
+    shard_units(model, model, mesh=mesh_of(4), reshard_after_forward=2)
     model(torch.ones(1, 4))  # no backward comes by
     with torch.no_grad():
         for param in model.parameters():
@@ -361,14 +353,7 @@ def test_backward_gathers_among_the_smaller_group(pool: RankPool) -> None:
 def test_counts_agree_with_comm_debug_mode() -> None:
     """What we recorded, and what PyTorch's own observer saw."""
     shape = (2, 2)
-    made: list[Recording] = []
-
-    def record(inner: comm.Collectives) -> comm.Collectives:
-        assert isinstance(inner, C10d)
-        made.append(Recording(C10d(inner.group, "cpu", Transport.NATIVE)))
-        return made[-1]
-
-    with comm.wrapped(record):
+    with recordings(Transport.NATIVE) as made:
         model = make("gpt", torch.float32)
         shard(model, None, partial(fullshard.fully_shard, mesh=mesh_of(*shape)))
     tokens = ids(2, 8, vocab=vocab("gpt"), seed=dist.get_rank())

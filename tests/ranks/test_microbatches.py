@@ -22,7 +22,6 @@ from fullshard import (
     Microbatches,
     PerParameter,
     Ragged,
-    fully_shard,
     watch,
 )
 from fullshard.comm import Pending, Wrapper
@@ -31,9 +30,8 @@ from fullshard.comm.ledger import ledger_of
 from fullshard.comm.mesh import wrapped
 from fullshard.errors import ConfigError, LostRankError, PeerError
 from fullshard.tensors.form import clean_name
-from tests.ranks.models import fill, full_parameters, noise
+from tests.ranks.models import Fuse, Trouble, fill, full_parameters, noise, shard_units
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_autograd_failures import Fuse, Trouble
 
 LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
 OutOfMemory = torch.OutOfMemoryError
@@ -78,9 +76,7 @@ def tower(face: str) -> Any:
     if face == "replicas":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     layout = LAYOUTS.get(face, PerParameter())
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, layout=layout)
-    return fully_shard(model, mesh=mesh, layout=layout)
+    return shard_units(model, model.blocks, mesh=mesh, layout=layout)
 
 
 def inside(model: Any) -> Tower:
@@ -320,7 +316,7 @@ def test_another_exception_is_raised_and_told(pool: RankPool) -> None:
     first, second, third = pool.run(3, cannot, Trouble)
     assert second == "Trouble: no memory"
     for said in (first, third):
-        assert said.startswith("PeerError: rank 1 failed: tests.ranks.test_autograd_failures.Troub")
+        assert said.startswith("PeerError: rank 1 failed: tests.ranks.models.Troub")
 
 
 @on_ranks(2)

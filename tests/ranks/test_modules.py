@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fullshard import errors, fully_shard
-from tests.ranks.models import fill, full_parameters, ids
+from tests.ranks.models import fill, full_parameters, ids, shard_units
 from tests.ranks.pool import RankPool
 from tests.ranks.zoo import ZOO, Specimen
 
@@ -187,9 +187,7 @@ def compare_transformer(kind: str) -> tuple[float, float, bool]:
         fill(plain.double(), scale=0.1)
         model.double().load_state_dict(plain.state_dict())
         expected, expected_params = train_transformer(plain, 0, 1)
-        for layer in layers:
-            fully_shard(layer)
-        fully_shard(model)
+        shard_units(model, layers)
         losses, params = train_transformer(model, dist.get_rank(), dist.get_world_size())
     assert params.keys() == expected_params.keys()
     return (

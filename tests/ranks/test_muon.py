@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import Ragged, ShardingStrategy, checkpoint, fully_shard, unshard_params
+from fullshard import Ragged, ShardingStrategy, checkpoint, unshard_params
 from fullshard.checkpoint import (
     full_optim_state_dict,
     load_full_optim_state_dict,
@@ -34,7 +34,7 @@ from fullshard.checkpoint import (
 from fullshard.errors import UnsupportedError
 from fullshard.optim import Muon, StepGuard, clip_grad_norm_
 from fullshard.tensors.form import clean_name
-from tests.ranks.models import fill
+from tests.ranks.models import fill, shard_units
 from tests.ranks.muon import BY_MUON, Model, Reference, backward
 from tests.ranks.pool import RankError, RankPool, on_ranks
 
@@ -96,9 +96,7 @@ def sharded(kind: str) -> tuple[Any, int, int]:
         parallelize_module(model, mesh["tp"], plan)
         mesh = mesh["dp"]
         rank, world = mesh.get_local_rank(), mesh.size()
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+    shard_units(model, model.layers, mesh=mesh, **options)
     return model, rank, world
 
 
@@ -329,9 +327,7 @@ def test_parameters_may_be_on_meta_at_first() -> None:
     """Built, sharded and given to the optimizer before there is any memory."""
     with torch.device("meta"):
         model: Any = Model(tied=True).double()
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    shard_units(model, model.layers)
     optimizer = muon(model)
     model.to_empty(device="cpu")
     load_full_state_dict(model, made().state_dict())

@@ -19,10 +19,9 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from fullshard.errors import ConfigError
 from fullshard.optim import ShardedOptimizer
-from tests.ranks.models import noise
+from tests.ranks.models import noise, shared_folder
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.ragged import CASES, CUT, placed, ragged, strided, whole_of
-from tests.ranks.test_state import shared_folder
 
 Form = tuple[tuple[int, ...], tuple[Placement | None, ...]]
 

@@ -26,7 +26,7 @@ from fullshard.layout.region import whole as all_of
 from fullshard.optim import OwnedOptimizer, ShardedGradScaler, StepGuard, clip_grad_norm_
 from fullshard.optim.owned.assign import Ranks, placement_of
 from fullshard.tensors import local_part, shown_like
-from tests.ranks.models import fill, full_parameters, ids, noise
+from tests.ranks.models import fill, full_parameters, heard, ids, noise
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_tensor_parallel import VOCAB, parallelize
 from tests.ranks.test_tensor_parallel import Net as Parallel
@@ -491,18 +491,11 @@ def wrong_blocks(name: str, shape: tuple[int, ...]) -> Any:
 @on_ranks(2)
 def test_work_of_every_rank_is_told_once() -> None:
     model = Net()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("fullshard")
-    log.addHandler(handler)
-    try:
+    with heard(logging.WARNING) as said:
         optimizer = OwnedOptimizer(named(model), torch.optim.Adafactor)
         for step in range(2):
             give(model, grads_of(step, model))
             optimizer.step()
-    finally:
-        log.removeHandler(handler)
     assert len(said) == 1
     assert "plain tensors" in said[0]
 

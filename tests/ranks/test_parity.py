@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from tests.ranks.models import GPT, OddModel, fill, full_parameters, ids
+from tests.ranks.models import GPT, OddModel, fill, full_parameters, ids, shard_units
 from tests.ranks.pool import RankPool, every_world
 
 STEPS = 5
@@ -33,9 +33,7 @@ def vocab(kind: str) -> int:
 
 def shard(model: nn.Module, reshard: bool | None, fully_shard: Any = fullshard.fully_shard) -> None:
     inner = model.blocks if isinstance(model, GPT) else [model.first, model.back]
-    for block in inner:
-        fully_shard(block, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
+    shard_units(model, inner, by=fully_shard, reshard_after_forward=reshard)
 
 
 def batches(kind: str, world: int, accumulate: int) -> list[list[tuple[Tensor, Tensor]]]:

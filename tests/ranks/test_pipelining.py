@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import fullshard
 from fullshard.compat import patch_torch
-from tests.ranks.models import fill, full_parameters, noise
+from tests.ranks.models import fill, full_parameters, noise, shard_units
 from tests.ranks.pool import RankPool
 from tests.versions import TORCH
 
@@ -57,9 +57,7 @@ def stage_numbers(schedule: str, rank: int) -> list[int]:
 def sharded(part: Part, mesh: Any, **options: Any) -> Part:
     from torch.distributed.fsdp import fully_shard  # as a program written for PyTorch
 
-    for layer in part.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    fully_shard(part, mesh=mesh, **options)
+    shard_units(part, part.layers, by=fully_shard, mesh=mesh, **options)
     assert isinstance(part, fullshard.FSDPModule)
     return part
 

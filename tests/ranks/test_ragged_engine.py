@@ -15,12 +15,11 @@ from fullshard import (
     ParamSpec,
     Ragged,
     RaggedTensor,
-    fully_shard,
 )
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule import AfterForward
-from tests.ranks.models import GPT
+from tests.ranks.models import GPT, shard_units
 from tests.ranks.pool import RankPool, every_world, on_ranks
 from tests.ranks.test_parity import batches, check, make
 from tests.ranks.test_parity import compare as compare_parity
@@ -30,8 +29,13 @@ AFTER = {AfterForward.AUTO: None, AfterForward.RESHARD: True, AfterForward.KEEP:
 
 def shard_flat(model: nn.Module, after: AfterForward, policy: MixedPrecisionPolicy) -> None:
     inner = model.blocks if isinstance(model, GPT) else [model.first, model.back]
-    for module in (*inner, model):
-        fully_shard(module, reshard_after_forward=AFTER[after], mp_policy=policy, layout=Ragged())
+    shard_units(
+        model,
+        inner,
+        reshard_after_forward=AFTER[after],
+        mp_policy=policy,
+        layout=Ragged(),
+    )
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:

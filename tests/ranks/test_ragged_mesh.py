@@ -25,10 +25,9 @@ from fullshard import RaggedTensor
 from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, RaggedOperationError
 from fullshard.tensors import RaggedShard, handle_ops_on
-from tests.ranks.models import noise
+from tests.ranks.models import noise, shared_folder
 from tests.ranks.pool import on_ranks
 from tests.ranks.ragged import CASES, CUT, SHAPES, dtensor, numel_of, placed, ragged, strided
-from tests.ranks.test_state import shared_folder
 from tests.versions import asks_subclasses
 
 cases = pytest.mark.parametrize("name", CASES)

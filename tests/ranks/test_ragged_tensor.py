@@ -20,10 +20,9 @@ from torch.optim import swa_utils
 
 from fullshard import PerParameter, Ragged, RaggedTensor, fully_shard
 from fullshard.errors import RaggedOperationError
-from tests.ranks.models import full_parameters
+from tests.ranks.models import full_parameters, shared_folder
 from tests.ranks.net import apart, batch, make, optimizer_of, shard, step, train_both
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_state import shared_folder
 from tests.versions import asks_subclasses
 
 worlds = pytest.mark.parametrize("world", [1, 2, 3])

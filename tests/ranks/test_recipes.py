@@ -22,11 +22,10 @@ import pytest
 import torch
 
 import fullshard
-from fullshard import comm
 from fullshard.checkpoint import Checkpointer
 from fullshard.errors import ProtocolError
 from tests.ranks.pool import RankPool
-from tests.recording import Recording
+from tests.recording import recordings
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "docs" / "recipes"
@@ -184,13 +183,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(pool: RankPool, folder: Path, 
 
 def gathers_of_the_head(folder: str, page: str) -> dict[str, int]:
     """Count the collectives of the head, by kind."""
-    made: list[Recording] = []
-
-    def record(inner: comm.Collectives) -> comm.Collectives:
-        made.append(Recording(inner))
-        return made[-1]
-
-    with comm.wrapped(record):
+    with recordings() as made:
         _, names = run_program(folder, page)
     numel = names["model"].head.weight.to_local().numel()
     (head,) = (one for one in made[-1:] if one.calls and one.calls[0].numel == numel)

@@ -16,8 +16,8 @@ from fullshard.errors import LostRankError, PeerError
 from fullshard.recover import life
 from fullshard.recover.membership import Membership, Outcome, Vote
 from fullshard.recover.resilient import leave
+from tests.ranks.models import Trouble
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_autograd_failures import Trouble
 
 
 @on_ranks(1, process_group=False)

@@ -13,6 +13,7 @@ import fullshard
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.autograd import engine_of
+from tests.ranks.models import shard_units
 from tests.ranks.pool import RankPool, every_world, on_ranks
 
 DIM = 6
@@ -56,8 +57,7 @@ def shard(model: nn.Module, face: str, reshard: bool | int | None) -> nn.Module:
             model[index] = fullshard.FullyShardedDataParallel(block)  # type: ignore[index]
         return fullshard.FullyShardedDataParallel(model)
     layout = fullshard.Ragged() if face == "ragged" else fullshard.PerParameter()
-    for block in (*model, model):  # type: ignore[misc]
-        fullshard.fully_shard(block, layout=layout, reshard_after_forward=reshard)
+    shard_units(model, model, layout=layout, reshard_after_forward=reshard)
     return model
 
 
@@ -136,8 +136,7 @@ class SavesByHand(nn.Module):
 def test_attributes_of_a_function_count_too() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(SavesByHand(), SavesByHand())
-    for block in (*model, model):
-        fullshard.fully_shard(block, reshard_after_forward=True)
+    shard_units(model, model, reshard_after_forward=True)
     model(batch(0)).sum().backward()
     unit = unit_of(model[1])
     assert unit is not None and unit.is_read()

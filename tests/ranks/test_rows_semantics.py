@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks.models import Tied, Weighs, fill, full_parameters, ids, noise
+from tests.ranks.models import Tied, Weighs, fill, full_parameters, ids, noise, shard_units
 from tests.ranks.net import batch, make, optimizer_of
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import check_alike, each, grads, outcomes, raised, shard, shown, whole
@@ -143,9 +143,7 @@ class Partly(nn.Module):
 
 def unused(fsdp: Any) -> Any:
     model = Partly()
-    for layer in model.layers:
-        fsdp.fully_shard(layer)
-    fsdp.fully_shard(model)
+    shard_units(model, model.layers, by=fsdp.fully_shard)
     seen = []
     for which in (0, 1, 0):
         model(noise(2, 3, seed=dist.get_rank()), which).square().sum().backward()
@@ -286,9 +284,7 @@ def checkpoints(fsdp: Any) -> Any:
     for reentrant in (True, False):
         for reshard in (True, False):
             model = Checkpointed(reentrant)
-            for layer in model.layers:
-                fsdp.fully_shard(layer, reshard_after_forward=reshard)
-            fsdp.fully_shard(model, reshard_after_forward=reshard)
+            shard_units(model, model.layers, by=fsdp.fully_shard, reshard_after_forward=reshard)
             x = noise(2, 3, seed=dist.get_rank()).requires_grad_()
             model(x).square().sum().backward()
             seen += [grads(model), x.grad]

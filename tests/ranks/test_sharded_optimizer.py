@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fullshard import Ragged, fully_shard
+from fullshard import Ragged
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
-from tests.ranks.models import ids, noise
+from tests.ranks.models import ids, noise, shard_units
 from tests.ranks.pool import RankPool
 from tests.ranks.test_parity import make, vocab
 from tests.versions import TORCH
@@ -59,8 +59,7 @@ Make = Callable[..., Optimizer]
 def sharded(layout: str, dtype: torch.dtype = torch.float64) -> Any:
     """Tied, frozen, unused and one-row parameters, of which some ranks hold nothing."""
     model = make("odd", dtype)
-    for module in (model.first, model.back, model):
-        fully_shard(module, **LAYOUTS[layout])
+    shard_units(model, (model.first, model.back), **LAYOUTS[layout])
     return model
 
 

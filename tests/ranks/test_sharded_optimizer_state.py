@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from fullshard.errors import ConfigError
 from fullshard.optim import ShardedOptimizer
 from fullshard.tensors import local_part
+from tests.ranks.models import shared_folder
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_sharded_optimizer import (
     backward,
@@ -30,7 +31,6 @@ from tests.ranks.test_sharded_optimizer import (
     same_state,
     sharded,
 )
-from tests.ranks.test_state import shared_folder
 
 two_and_three = pytest.mark.parametrize("world", [2, 3])
 STATEFUL: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {

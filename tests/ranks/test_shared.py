@@ -22,7 +22,7 @@ from fullshard.comm.c10d import Transport, TransportRequest, way_of
 from fullshard.comm.memory import Memory
 from fullshard.comm.shared import Shared
 from fullshard.errors import LostRankError, ProtocolError
-from tests.ranks.models import noise
+from tests.ranks.models import noise, shard_units
 from tests.ranks.pool import RankPool, every_world, on_ranks
 
 
@@ -330,9 +330,7 @@ def test_any_number_of_units_may_be_gathered_at_once(face: str) -> None:
         wrap = partial(FullyShardedDataParallel, limit_all_gathers=False)
         model = wrap(torch.nn.Sequential(*map(wrap, layers)))
     else:
-        for layer in layers:
-            fully_shard(layer)
-        fully_shard(model)
+        shard_units(model, layers)
         model.set_prefetch_budget(sys.maxsize)
         if face == "unshard":
             handles = [layer.unshard(async_op=True) for layer in layers]

@@ -19,7 +19,7 @@ from fullshard.errors import ArgumentTypeError, BusyError, ConfigError, Protocol
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule import Op, Transcript
-from tests.ranks.models import noise
+from tests.ranks.models import Trouble, noise, shard_units
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.sparse import DIM, Case, Sparse, apart, difference, draw, loss_of, shard, train
 
@@ -253,10 +253,6 @@ def test_autograd_grad() -> None:
     assert max(apart(*far), difference(model, plain)) < EXACT
 
 
-class Broken(Exception):
-    pass
-
-
 def after_exceptions(where: str) -> float:
     """Each rank fails inside another expert, or in another place of the block, and goes on."""
     plain, model = make()
@@ -264,7 +260,7 @@ def after_exceptions(where: str) -> float:
 
     def fail(*_: Any) -> None:
         if armed:
-            raise Broken
+            raise Trouble
 
     expert = model.blocks[0].experts[dist.get_rank()]
     if where == "forward":
@@ -274,7 +270,7 @@ def after_exceptions(where: str) -> float:
     for _ in range(2):
         try:
             run(model, mine(SOME)).backward()
-        except Broken:
+        except Trouble:
             pass
         else:
             return float("inf")
@@ -427,8 +423,7 @@ class TwoParents(nn.Module):
 
 def tolerated_in_two_parents(nested: bool) -> str:
     model = TwoParents(nested=nested)
-    for module in (model.one[1], model.one, model.two, model):
-        fully_shard(module)
+    shard_units(model, (model.one[1], model.one, model.two))
     try:
         model.one[1].set_skip_tolerance(True)
     except ConfigError as error:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
-from tests.ranks.models import full_parameters
+from tests.ranks.models import full_parameters, shared_folder
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step, train_both
 from tests.ranks.pool import RankPool, on_ranks
 
@@ -187,12 +184,6 @@ def train_some(steps: int) -> tuple[Net, torch.optim.Optimizer]:
     for number in range(steps):
         step(model, optimizer, number)
     return model, optimizer
-
-
-def shared_folder() -> Path:
-    names = [tempfile.mkdtemp(prefix="fullshard-test-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    return Path(str(names[0]))
 
 
 def round_trip() -> float:

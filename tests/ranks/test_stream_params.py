@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import checkpoint, fully_shard, stream_params, unshard_params
 from fullshard.errors import BusyError, ConfigError, ProtocolError
-from tests.ranks.models import noise
+from tests.ranks.models import noise, shard_units
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_checkpoint_files import WAYS, plain
 
@@ -256,9 +256,7 @@ def test_names_are_those_of_transformers() -> None:
     torch.manual_seed(0)
     model = MixtralForCausalLM(config)
     twin = copy.deepcopy(model)
-    for layer in model.model.layers:
-        fully_shard(layer, layout=fullshard.Ragged())
-    fully_shard(model, layout=fullshard.Ragged())
+    shard_units(model, model.model.layers, layout=fullshard.Ragged())
     found = streamed(stream_params(model, bucket_nbytes=1 << 14, dtype=torch.bfloat16))
     assert "lm_head.weight" not in found
     expert = found["model.layers.1.block_sparse_moe.experts.3.w2.weight"]

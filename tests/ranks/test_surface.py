@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import FSDPModule, fully_shard
+from tests.ranks.models import heard
 from tests.ranks.net import make, optimizer_of, shard, step
 from tests.ranks.pool import on_ranks
 
@@ -31,28 +30,11 @@ def test_a_sharded_module_is_still_what_it_was() -> None:
     assert result == [True] * len(result)
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[str, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((record.levelname, record.getMessage()))
-
-
 @on_ranks(2)
 def test_each_unit_logs_one_line() -> None:
-    log, lines = logging.getLogger("fullshard"), Lines()
-    level = log.level
-    log.addHandler(lines)
-    log.setLevel(logging.INFO)
-    try:
+    with heard() as lines:
         model = shard(make())
         step(model, optimizer_of(model))
-    finally:
-        log.removeHandler(lines)
-        log.setLevel(level)
-    lines = lines.lines
-    assert [level for level, _ in lines] == ["INFO"] * 3
-    assert ["Linear" in text for _, text in lines] == [True, True, False]
-    assert "Net" in lines[2][1] and "5 parameters" in lines[2][1]
+    assert [line.startswith("INFO: ") for line in lines] == [True] * 3
+    assert ["Linear" in line for line in lines] == [True, True, False]
+    assert "Net" in lines[2] and "5 parameters" in lines[2]

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 import fullshard
 from fullshard import errors
 from fullshard.frontend.ownership import unit_of
-from tests.ranks.models import fill, full_parameters, ids
+from tests.ranks.models import fill, full_parameters, ids, shard_units
 from tests.ranks.pool import RankPool, on_ranks
 
 PER_PARAM, RAGGED = fullshard.PerParameter(), fullshard.Ragged()
@@ -100,9 +100,7 @@ def parallelize(model: Net, tp: DeviceMesh) -> None:
 
 
 def shard(model: Net, fully_shard: Callable[..., Any], **options: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    shard_units(model, model.blocks, by=fully_shard, **options)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

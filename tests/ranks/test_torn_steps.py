@@ -19,9 +19,8 @@ from fullshard.engine import steps
 from fullshard.errors import FullshardError, TornStepError
 from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer
 from tests.ranks.autograd import engine_of
-from tests.ranks.models import full_parameters, noise
+from tests.ranks.models import Trouble, full_parameters, noise
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_autograd_failures import Trouble
 from tests.ranks.test_watch import tower, wait_for_the_end_of
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -23,6 +23,7 @@ from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
 from fullshard.schedule import Transcript
 from fullshard.trace import report, tape
+from tests.ranks.models import shard_units
 from tests.ranks.pool import RankPool, on_ranks
 
 DIM, LAYERS = 16, 4
@@ -46,9 +47,7 @@ class Layers(nn.Module):
 def sharded() -> Any:
     torch.manual_seed(0)
     model = Layers()
-    for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+    return shard_units(model, model.layers)
 
 
 def train(model: nn.Module, optimizer: Any, *, accumulate: int = 1, used: Any = None) -> None:
@@ -189,9 +188,7 @@ def test_times_are_those_of_lanes_where_they_have_clocks(tmp_path: Path) -> None
     with dry_world(2, 0, carry=lanes.carry, adds_wide=False):
         mesh = init_device_mesh("cpu", (2,))
         model = nn.Sequential(*(nn.Linear(DIM, DIM, device="meta") for _ in range(3)))
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_units(model, model, mesh=mesh)
         engine(model).run_dry(lanes)
         optimizer = sgd(model)
         with fullshard.trace(model, str(tmp_path)):
@@ -246,9 +243,7 @@ def test_out_of_memory_ends_in_a_report(tmp_path: Path) -> None:
     model = Layers()
     full = Exhausted()
     model.layers[2] = nn.Sequential(nn.Linear(DIM, DIM), full)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    shard_units(model, model.layers)
     optimizer = sgd(model)
     folder = f"{folder}/{dist.get_rank()}"  # as on hosts without a common folder
     with suppress(torch.OutOfMemoryError), fullshard.trace(model, folder):

@@ -18,7 +18,7 @@ from fullshard.train.config import TrainConfig
 from fullshard.train.data.text import load_text
 from fullshard.train.loop import Trainer, train
 from fullshard.train.world import World
-from tests.ranks.pool import RankPool, every_world
+from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.train_shell import Shell
 
 
@@ -26,16 +26,12 @@ def here() -> World:
     return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
 
 
-def rows() -> list[list[float]]:
+@on_ranks(2, 3, 4)
+def test_every_worker_sees_the_figures_of_all_exactly(world: int) -> None:
+    expected = [[1 / (3 + rank), 2.0**52 + rank] for rank in range(world)]
     world = here()
     loss = torch.tensor(1 / (3 + world.rank), dtype=torch.float64)
-    return world.rows(loss, 2**52 + world.rank).tolist()
-
-
-@every_world
-def test_every_worker_sees_the_figures_of_all_exactly(pool: RankPool, world: int) -> None:
-    expected = [[1 / (3 + rank), 2.0**52 + rank] for rank in range(world)]
-    assert pool.run(world, rows) == [expected] * world
+    assert world.rows(loss, 2**52 + world.rank).tolist() == expected
 
 
 def refuse_on(ranks: list[int]) -> str:

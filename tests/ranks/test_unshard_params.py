@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fullshard
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import units_below
-from tests.ranks.models import fill, ids
+from tests.ranks.models import fill, ids, shard_units
 from tests.ranks.pool import RankPool
 from tests.ranks.test_tensor_parallel import VOCAB, Net, parallelize
 
@@ -53,9 +53,7 @@ def sharded_net(mesh: str, layout: str, *, model: Net | None = None, **options: 
             "mesh": init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)),
             "dp_mesh_dims": fullshard.DataParallelMeshDims(replicate="dp"),
         }
-    for block in model.blocks:
-        fullshard.fully_shard(block, **options)
-    return fullshard.fully_shard(model, **options)
+    return shard_units(model, model.blocks, **options)
 
 
 def loss_of(model: nn.Module) -> Tensor:

@@ -20,7 +20,7 @@ from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.schedule import Residency
 from tests.ranks import zoo
-from tests.ranks.models import OddModel, fill, full_parameters
+from tests.ranks.models import OddModel, Trouble, fill, full_parameters, shard_units
 from tests.ranks.net import Net, apart, batch, make, shard, step
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_extensions import Halves, wrapped
@@ -144,10 +144,6 @@ def test_what_is_impossible_raises_and_leaves_the_units_usable(pool: RankPool) -
 # Exceptions.
 
 
-class Stop(Exception):
-    pass
-
-
 def left_by_an_exception(rank0_only: bool) -> None:
     for layout, on_error in itertools.product(LAYOUTS, ("keep", "discard")):
         plain = make()
@@ -155,14 +151,14 @@ def left_by_an_exception(rank0_only: bool) -> None:
         before = state_of(model)
         first = dist.get_rank() == 0
         with (
-            pytest.raises(Stop),
+            pytest.raises(Trouble),
             unshard_params(model, rank0_only=rank0_only, on_error=on_error),  # type: ignore[arg-type]
             torch.no_grad(),
         ):
             if first or not rank0_only:
                 model.scale.mul_(2)
                 model.blocks[1].bias.zero_()
-            raise Stop
+            raise Trouble
         if on_error == "keep":
             with torch.no_grad():
                 plain.scale.mul_(2)
@@ -180,8 +176,8 @@ def left_by_rank_0_alone() -> None:
             with unshard_params(model, rank0_only=True, on_error=on_error), torch.no_grad():  # type: ignore[arg-type]
                 if dist.get_rank() == 0:
                     model.scale.mul_(2)
-                    raise Stop
-        except Stop:
+                    raise Trouble
+        except Trouble:
             assert dist.get_rank() == 0
         if on_error == "keep":
             with torch.no_grad():
@@ -229,13 +225,13 @@ def one_rank_leaves() -> None:
     model = shard(make())
     first = dist.get_rank() == 0
     with (
-        pytest.raises(Stop if first else errors.ProtocolError),
+        pytest.raises(Trouble if first else errors.ProtocolError),
         unshard_params(model, check=True, on_error="discard"),
         torch.no_grad(),
     ):
         model.scale.add_(1)
         if first:
-            raise Stop
+            raise Trouble
     usable(model, make())
 
 
@@ -586,9 +582,7 @@ def peaks(layout: Any, flags: dict[str, bool]) -> tuple[int, int, int]:
     model = fill(
         nn.Sequential(*(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)) for _ in range(20)))
     )
-    for unit in model:
-        fullshard.fully_shard(unit, layout=layout)
-    fullshard.fully_shard(model, layout=layout)
+    shard_units(model, model, layout=layout)
     meter: Any = unit_of(model).engine.meter  # type: ignore[union-attr]
     for _ in iter_full_params(model, rank0_only=True):
         pass

@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import gc
 import itertools
-import logging
 import os
 import re
 import socket
@@ -48,9 +47,8 @@ from fullshard.schedule import Event
 from fullshard.schedule.triggers import TaskEnd
 from fullshard.watch import Step, begin, watcher
 from tests.ranks.autograd import engine_of
-from tests.ranks.models import fill, full_parameters, noise
+from tests.ranks.models import Fuse, Trouble, fill, full_parameters, heard, noise, shard_units
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_autograd_failures import Fuse, Trouble
 
 WIRES = ["1", "0"]
 LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
@@ -83,9 +81,7 @@ def tower(face: str, layout: str) -> Tower | FullyShardedDataParallel:
         for number, block in enumerate(model.blocks):
             model.blocks[number] = FullyShardedDataParallel(block, use_orig_params=True)
         return FullyShardedDataParallel(model, use_orig_params=True)
-    for block in model.blocks:
-        fully_shard(block, layout=LAYOUTS[layout])
-    return fully_shard(model, layout=LAYOUTS[layout])
+    return shard_units(model, model.blocks, layout=LAYOUTS[layout])
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -143,9 +139,7 @@ def half_stepped(path: Path, layout: str, wire: str, clips: bool, late: int = -1
         patch.setenv("FULLSHARD_PATIENCE_S", "3")
         dist.barrier()
         model = fill(Tower(), scale=0.4)
-        for block in (*model.blocks, model.head):  # the root has no parameters of its own
-            fully_shard(block, layout=LAYOUTS[layout])
-        fully_shard(model, layout=LAYOUTS[layout])
+        shard_units(model, (*model.blocks, model.head), layout=LAYOUTS[layout])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         said = []
 
@@ -260,9 +254,7 @@ def late_for_a_fault(late: list[int], leaves: list[int]) -> list[str]:
         patch.setenv("FULLSHARD_PATIENCE_S", "3")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         model = fill(Tower(), scale=0.4)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_units(model, model.blocks, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         said = []
         for number in range(6):
@@ -570,35 +562,20 @@ def test_no_rank_drops_the_step_before_the_one_that_failed(pool: RankPool, face:
         assert said == [f"2 {name}", f"4 {name}"], rank
 
 
-def dawdle(wire: str) -> tuple[str, list[int]]:
+def dawdle(wire: str) -> str:
     """Rank 1 comes late."""
-    said: list[str] = []
-    levels: list[int] = []
-    listener = logging.Handler()
-
-    def emit(record: logging.LogRecord) -> None:
-        said.append(record.getMessage())
-        levels.append(record.levelno)
-
-    listener.emit = emit  # type: ignore[method-assign]
-    logger = logging.getLogger("fullshard")
-    logger.addHandler(listener)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
-            patch.setenv("FULLSHARD_PATIENCE_S", "0.5")
-            dist.barrier()
-            model = tower("fully_shard", "rows")
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            logger.setLevel(logging.INFO)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
+        patch.setenv("FULLSHARD_PATIENCE_S", "0.5")
+        dist.barrier()
+        model = tower("fully_shard", "rows")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with heard() as said:
             for number in range(3):
                 if number == 1 and dist.get_rank() == 1:
                     _load_slowly()
                 step(model, optimizer, number)
-            return "\n".join(said), levels
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(logging.NOTSET)
+    return "\n".join(said)
 
 
 def _load_slowly() -> None:
@@ -607,8 +584,8 @@ def _load_slowly() -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_rank_that_is_late_is_told_of_and_waited_for(pool: RankPool, wire: str) -> None:
-    for rank, (said, levels) in enumerate(pool.run(2, dawdle, wire)):
-        assert (logging.ERROR in levels) == (rank == 0)  # one line in the output of a job
+    for rank, said in enumerate(pool.run(2, dawdle, wire)):
+        assert ("ERROR: " in said) == (rank == 0)  # one line in the output of a job
         assert "rank 1 has not reached this collective" in said, said
         assert "_load_slowly (" in said, said
         assert re.search(r"rank 0 has waited [\d.]+ s for the gather of unit \(root\)", said), said
@@ -646,26 +623,16 @@ def train_after(then: Callable[[], None]) -> str:
 
     Ranks that say nothing are lost as soon as they may be.
     """
-    said: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fullshard")
-    logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FULLSHARD_PATIENCE_S", "0.5")  # so 3 s of silence are too long
-            patch.setattr("fullshard.watch.rounds.ANSWER_S", 0.2)
-            dist.barrier()
-            model = tower("fully_shard", "rows")
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            step(model, optimizer, 0)
-            then()
-            step(model, optimizer, 1)
-            return "\n".join(said)
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(logging.NOTSET)
+    with heard() as said, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_PATIENCE_S", "0.5")  # so 3 s of silence are too long
+        patch.setattr("fullshard.watch.rounds.ANSWER_S", 0.2)
+        dist.barrier()
+        model = tower("fully_shard", "rows")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, optimizer, 0)
+        then()
+        step(model, optimizer, 1)
+    return "\n".join(said)
 
 
 def lose_the_store() -> tuple[str, bool]:

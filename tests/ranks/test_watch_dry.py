@@ -12,8 +12,8 @@ import torch.distributed as dist
 from fullshard import watch
 from fullshard.comm import dry_world
 from fullshard.errors import PeerError
+from tests.ranks.models import Trouble
 from tests.ranks.pool import RankPool
-from tests.ranks.test_autograd_failures import Trouble
 from tests.ranks.test_watch import step, tower
 
 

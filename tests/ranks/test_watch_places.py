@@ -7,11 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import fully_shard, watch
+from fullshard import watch
 from fullshard.errors import PeerError
-from tests.ranks.models import fill, noise
+from tests.ranks.models import Fuse, Trouble, fill, noise, shard_units
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_autograd_failures import Fuse, Trouble
 
 
 class Block(nn.Module):
@@ -43,9 +42,7 @@ class Tower(nn.Module):
 
 def tower() -> Tower:
     model = fill(Tower(), scale=0.4)
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+    return shard_units(model, model.blocks)
 
 
 def places() -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,16 +24,16 @@ from fullshard import (
     fully_shard,
     unshard_params,
 )
-from fullshard.comm import C10d, Codec, Collectives, round_trip, wrapped
+from fullshard.comm import C10d, Codec, round_trip, wrapped
 from fullshard.comm.c10d import Transport
 from fullshard.errors import ConfigError, ProtocolError
-from tests.ranks.models import GPT, OddModel, fill, full_parameters, ids, noise
+from tests.ranks.models import GPT, OddModel, fill, full_parameters, ids, noise, shard_units
 from tests.ranks.pool import RankPool, every_world, on_ranks
 from tests.ranks.test_communication import Gather
 from tests.ranks.test_offload import a_bus
 from tests.ranks.test_parity import use_checkpoints
 from tests.ranks.test_twolevel import on
-from tests.recording import Recording
+from tests.recording import Recording, recordings
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LAYOUTS = {"per-parameter": PerParameter(), "ragged": Ragged()}
@@ -43,20 +43,6 @@ every_codec = pytest.mark.parametrize("name", ["bf16", "int8", "fp8"])
 every_reduction = pytest.mark.parametrize("name", ["bf16", "int8", "fp8", "int4"])
 STEP = {"bf16": 2.0**-8, "int8": 1 / 127, "fp8": 1 / 8, "int4": 1 / 7}
 """A step of the largest."""
-
-
-@contextmanager
-def recorded(transport: Transport = Transport.SHARED) -> Iterator[list[Recording]]:
-    """The wires of what is sharded in the block, of ``transport``, below what encodes."""
-    made: list[Recording] = []
-
-    def wire(inner: Collectives) -> Collectives:
-        given = inner if inner.group is None else C10d(inner.group, "cpu", transport)
-        made.append(Recording(given))
-        return made[-1]
-
-    with wrapped(wire):
-        yield made
 
 
 def sent(wires: Sequence[Recording]) -> dict[str, int]:
@@ -80,9 +66,7 @@ def mesh_of(copies: int) -> DeviceMesh:
 
 
 def shard(model: Any, mesh: DeviceMesh | None = None, **options: Any) -> Any:
-    for block in getattr(model, "blocks", []):
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    return shard_units(model, getattr(model, "blocks", []), mesh=mesh, **options)
 
 
 def arrived(codec: Codec, whole: Tensor, layout: str, world: int) -> Tensor:
@@ -100,7 +84,7 @@ def arrived(codec: Codec, whole: Tensor, layout: str, world: int) -> Tensor:
 
 
 def one_layer(wire: WirePolicy, transport: Transport, layout: str, **more: Any) -> dict[str, int]:
-    with recorded(transport) as wires:
+    with recordings(transport) as wires:
         model = shard(
             nn.Linear(128, 128, bias=False),
             reshard_after_forward=True,
@@ -150,35 +134,29 @@ def test_bytes_of_a_step(
     assert pool.run(2, one_layer, wire, transport, layout) == [expected] * 2
 
 
-def bytes_over_replicas(name: str) -> dict[str, int]:
-    wire = WirePolicy(reduce=name)
-    return one_layer(wire, Transport.NATIVE, "per-parameter", mesh=mesh_of(2))
-
-
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("name", "slices", "half"),
     [("bf16", 2 * 4104 * 2, 4096 * 2), ("int8", 2 * 4384, 4352), ("int4", 2 * 4384, 4352)],
 )
-def test_bytes_over_replicas(pool: RankPool, name: str, slices: int, half: int) -> None:
+def test_bytes_over_replicas(name: str, slices: int, half: int) -> None:
     """Halves of 8,192 means to either replica, with flags, and then a half of the means.
 
     With int4, these two hops are in int8.
     """
     hop = {"bf16": 2 * 8200 * 2, "int8": 2 * (_BLOCKS + 32), "int4": 2 * 4384}[name]
     expected = {"all_gather": 2 * 8192 * 4 + half, "all_to_all": hop + slices}
-    assert pool.run(4, bytes_over_replicas, name) == [expected] * 4
+    wire = WirePolicy(reduce=name)
+    assert one_layer(wire, Transport.NATIVE, "per-parameter", mesh=mesh_of(2)) == expected
 
 
-def bytes_without_shards() -> dict[str, int]:
-    wire = WirePolicy(reduce="int4")
-    return one_layer(wire, Transport.NATIVE, "per-parameter", mesh=mesh_of(2))
-
-
-def test_bytes_over_replicas_alone(pool: RankPool) -> None:
+@on_ranks(2)
+def test_bytes_over_replicas_alone() -> None:
     """Halves of gradients travel in int4, as over shards, and a half of the means in int8."""
     hops = {"all_to_all": 2 * (8192 // 2 + 2 * 128 + 8 * 4), "all_gather": _BLOCKS}
     nothing = {"reduce_scatter": (128 * 128 + 8) * 4}  # of one rank
-    assert pool.run(2, bytes_without_shards) == [hops | nothing] * 2
+    wire = WirePolicy(reduce="int4")
+    assert one_layer(wire, Transport.NATIVE, "per-parameter", mesh=mesh_of(2)) == hops | nothing
 
 
 def alone(copies: int) -> tuple[dict[str, int], bool]:
@@ -226,7 +204,7 @@ def gathered(name: str, layout: str, sizes: Any, transport: Transport, dtype: An
     world, wire = dist.get_world_size(), WirePolicy(gather=name)
     model, codec = Watched(*sizes), wire.gathering
     whole = [weight.detach().clone() for weight in model.weights]
-    with recorded(transport):
+    with recordings(transport):
         shard(
             model,
             layout=LAYOUTS[layout],
@@ -363,7 +341,7 @@ def reduced(
     plain = fill(GPT().float())
     expected = expected_means(plain, codec, layout, copies)
     mesh = mesh_of(copies)
-    with recorded(transport):
+    with recordings(transport):
         model = shard(
             copy.deepcopy(plain),
             mesh=mesh if copies > 1 else mesh["shards"],
@@ -455,7 +433,7 @@ def test_bf16_gradients_are_summed_in_fp32_where_the_backend_does_not() -> None:
     grads = torch.tensor([1.0, 2.0**-8, 2.0**-8, 2.0**-8])
     found = []
     for wire in (WirePolicy(reduce="bf16"), WirePolicy()):
-        with recorded(Transport.NATIVE):
+        with recordings(Transport.NATIVE):
             model = shard(
                 nn.Linear(64, 4, bias=False, dtype=BF16),
                 wire=wire,
@@ -480,9 +458,7 @@ def test_absent_gradients_stay_absent(name: str, layout: str) -> None:
     found = []
     for policy in (wire, WirePolicy()):
         model = fill(OddModel())
-        for module in (model.first, model.back):
-            fully_shard(module, layout=LAYOUTS[layout], wire=policy)
-        fully_shard(model, layout=LAYOUTS[layout], wire=policy)
+        shard_units(model, (model.first, model.back), layout=LAYOUTS[layout], wire=policy)
         tokens = ids(2, 5, vocab=13, seed=dist.get_rank())
         model(tokens).square().mean().backward()
         found.append([name for name, p in model.named_parameters() if p.grad is None])
@@ -491,8 +467,19 @@ def test_absent_gradients_stay_absent(name: str, layout: str) -> None:
     assert {"unused.weight", "unused.bias", "frozen.weight"} <= set(found)
 
 
-def accumulated(name: str, layout: str, deferred: bool) -> float:
-    """Two passes, the first without synchronisation (or not over replicas), against one exact."""
+@on_ranks(4)
+@every_layout
+@every_reduction
+@pytest.mark.parametrize("deferred", [False, True])
+def test_accumulation(name: str, layout: str, deferred: bool) -> None:
+    """Each of three roundings is off by at most half a step of the largest gradient of its rank.
+
+    That of a rank may be larger than the mean, here by less than 8. With int4 this would bound
+    nothing; seen was 0.12.
+
+    Two passes, the first without synchronisation (or not over replicas), against one exact.
+    """
+    most = 0.2 if name == "int4" else 3 * STEP[name] / 2 * 8
     plain = fill(GPT().float())
     model = shard(
         copy.deepcopy(plain), mesh_of(2), layout=LAYOUTS[layout], wire=WirePolicy(reduce=name)
@@ -505,24 +492,12 @@ def accumulated(name: str, layout: str, deferred: bool) -> float:
         lossy(model, dist.get_rank(), seed).backward()
         for rank in range(dist.get_world_size()):
             (lossy(plain, rank, seed) / dist.get_world_size()).backward()
-    return max(
+    found = max(
         ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True)
         if q.grad is not None
     )
-
-
-@every_layout
-@every_reduction
-@pytest.mark.parametrize("deferred", [False, True])
-def test_accumulation(pool: RankPool, name: str, layout: str, deferred: bool) -> None:
-    """Each of three roundings is off by at most half a step of the largest gradient of its rank.
-
-    That of a rank may be larger than the mean, here by less than 8. With int4 this would bound
-    nothing; seen was 0.12.
-    """
-    most = 0.2 if name == "int4" else 3 * STEP[name] / 2 * 8
-    assert max(pool.run(4, accumulated, name, layout, deferred)) <= most
+    assert found <= most
 
 
 @on_ranks(3)
@@ -702,7 +677,7 @@ def test_ranks_with_different_policies(name: str, transport: Transport) -> None:
     """One rank has another policy: all are told so, and what each has."""
     plain = nn.Linear(64, 64)
     policy = WirePolicy(**({name: "int8"} if dist.get_rank() == 1 else {}))
-    with recorded(transport):
+    with recordings(transport):
         model = shard(plain, wire=policy)
     with pytest.raises(ProtocolError) as raised:
         model(torch.ones(1, 64)).sum().backward()
@@ -715,7 +690,7 @@ def test_ranks_with_different_policies(name: str, transport: Transport) -> None:
 def measured(name: str, layout: str, copies: int) -> tuple[Any, ...]:
     """What is told, and what it is by arithmetic for this rank's parts; nothing else is sent."""
     wire = both(name)
-    with recorded(Transport.NATIVE) as wires:
+    with recordings(Transport.NATIVE) as wires:
         model = shard(
             fill(nn.Linear(128, 128, bias=False)),
             mesh_of(copies),

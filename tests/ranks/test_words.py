@@ -23,7 +23,7 @@ from fullshard import (
 from fullshard.checkpoint import full_state_dict
 from fullshard.errors import AlreadyShardedError, ConfigError, UnsupportedError
 from fullshard.wrap import ModuleWrapPolicy
-from tests.ranks.models import full_parameters, noise
+from tests.ranks.models import full_parameters, noise, shard_units
 from tests.ranks.net import apart, batch, make, shard
 from tests.ranks.pool import RankPool, on_ranks
 
@@ -290,9 +290,7 @@ def sharded_llama(way: str) -> Any:
     if way in ("wrapper", "flat wrapper"):
         cpu = torch.device("cpu")
         return FullyShardedDataParallel(model, device_id=cpu, use_orig_params=way == "wrapper")
-    for layer in model.model.layers:
-        fully_shard(layer, **LAYOUTS[way])
-    return fully_shard(model, **LAYOUTS[way])
+    return shard_units(model, model.model.layers, **LAYOUTS[way])
 
 
 def loss_of(model: Any) -> Tensor:
@@ -338,9 +336,7 @@ def resized_as_advised() -> list[float]:
     anew.load_state_dict(values)
     anew.resize_token_embeddings(20, mean_resizing=False)
     plain = copy.deepcopy(anew)
-    for layer in anew.model.layers:
-        fully_shard(layer)
-    fully_shard(anew)
+    shard_units(anew, anew.model.layers)
     losses = [loss_of(one) for one in (plain, anew)]
     losses[1].backward()
     assert anew.get_input_embeddings().weight.shape == (20, 8)
