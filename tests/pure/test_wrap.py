@@ -25,7 +25,7 @@ from fullshard.wrap.units import (
     replace_children,
     units_of,
 )
-from tests.ranks.models import Trouble
+from tests.ranks.models import Trouble, message_of
 
 
 class Wrapped(nn.Module):
@@ -399,11 +399,7 @@ def test_frozen_beside_trainable_is_refused_where_torch_does(
         return False
 
     def by_us() -> str:
-        try:
-            check_frozen_apart(model, units)
-        except ConfigError as error:
-            return str(error)
-        return ""
+        return message_of(ConfigError, check_frozen_apart, model, units)
 
     message = by_us()
     assert bool(message) == by_torch()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -193,6 +194,22 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in model.named_parameters()
     }
+
+
+def refusal(kind: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return the message of the error of ``kind`` that a call raises; fail if it raises none."""
+    with pytest.raises(kind) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+def message_of(kind: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return the message of the error of ``kind`` that a call raises; "" if it raises none."""
+    try:
+        call(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    return ""
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from fullshard.errors import (
 )
 from fullshard.frontend import contexts
 from fullshard.optim import ShardedOptimizer
-from tests.ranks.models import noise
+from tests.ranks.models import noise, refusal
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_checkpoint_faults import alone
 from tests.ranks.test_checkpoint_files import WAYS, built, everything, plain, same
@@ -205,9 +205,7 @@ def writes_by_hand(path: Path) -> list[str]:
         with torch.no_grad():
             model.blocks[0].up.weight.zero_()
         goes_on.set()
-        with pytest.raises(ProtocolError) as found:
-            checkpoint.save(path / "1", model, optimizer, step=1)
-        said.append(str(found.value))
+        said.append(refusal(ProtocolError, checkpoint.save, path / "1", model, optimizer, step=1))
     with slow_disk():
         save = checkpoint.save(path / "2", model, optimizer, step=1, mode="async")
         save.wait_until_copied()
@@ -293,9 +291,7 @@ def without_a_rank(path: Path) -> str:
             trains(model, optimizer, 1)
             said = ""
             if dist.get_rank() != 1:
-                with pytest.raises(LostRankError) as found:
-                    save.wait()
-                said = str(found.value)
+                said = refusal(LostRankError, save.wait)
             dist.barrier()
             goes_on.set()
             if dist.get_rank() == 1:
@@ -315,9 +311,7 @@ def test_a_rank_whose_disk_hangs_is_named(pool: RankPool, tmp_path: Path) -> Non
 def disagrees(path: Path) -> str:
     model, optimizer = built("rows", 1)
     mode = "async" if dist.get_rank() else "sync"
-    with pytest.raises(ConfigError) as found:
-        checkpoint.save(path / "one", model, optimizer, step=1, mode=mode)
-    return str(found.value)
+    return refusal(ConfigError, checkpoint.save, path / "one", model, optimizer, step=1, mode=mode)
 
 
 def test_ranks_that_disagree_are_refused(pool: RankPool, tmp_path: Path) -> None:

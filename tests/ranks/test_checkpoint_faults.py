@@ -37,6 +37,7 @@ from fullshard.errors import (
     FullshardError,
     LostRankError,
 )
+from tests.ranks.models import message_of, refusal
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_checkpoint_files import built, everything, same, saves
 
@@ -302,11 +303,7 @@ def test_trouble_on_one_rank_is_told_on_all(
 def load_damaged(path: Path, fault: str, way: str) -> str:
     model, optimizer = built(way, 2)
     before = everything(model, optimizer)
-    said = ""
-    try:
-        checkpoint.load(path, model, optimizer)
-    except CheckpointError as error:
-        said = str(error)
+    said = message_of(CheckpointError, checkpoint.load, path, model, optimizer)
     assert same(everything(model, optimizer), before)
     return said
 
@@ -718,9 +715,7 @@ def saves_on_two_meshes(path: Path) -> str:
     """Save a model that each rank has for itself, under the same names."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("each", "own"))
     model = fully_shard(nn.Linear(4, 4), mesh=mesh["own"])
-    with pytest.raises(CheckpointError) as found:
-        checkpoint.save(path, model, step=1)
-    return str(found.value)
+    return refusal(CheckpointError, checkpoint.save, path, model, step=1)
 
 
 def test_one_name_on_two_meshes_is_refused(pool: RankPool, tmp_path: Path) -> None:
@@ -780,11 +775,9 @@ def test_plain_tensors_of_one_name_have_to_be_equal(
             frozen.add_(rank)
         if what == "state":
             broadcast(model)
-    said = ""
-    try:
-        checkpoint.save(path, model, optimizer, step=1, mode=mode).wait()
-    except ConfigError as error:
-        said = str(error)
+    said = message_of(
+        ConfigError, lambda: checkpoint.save(path, model, optimizer, step=1, mode=mode).wait()
+    )
     if what == "weight":
         with pytest.raises(ConfigError, match=r"0\.weight on ranks 0 and 1.*prefix their"):
             checkpoint.save_weights(model, path.with_name("weights"))

@@ -48,8 +48,7 @@ class Model(nn.Module):
 
 
 def make() -> Model:
-    model = fill(Model().double())
-    return model
+    return fill(Model().double())
 
 
 def shard(model: Any, *parts: nn.Module) -> Any:

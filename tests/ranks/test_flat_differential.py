@@ -57,8 +57,7 @@ class Stack(nn.Module):
 
 
 def make(dtype: torch.dtype) -> Stack:
-    model = fill(Stack().to(dtype), scale=0.4)
-    return model
+    return fill(Stack().to(dtype), scale=0.4)
 
 
 @contextmanager

@@ -55,8 +55,7 @@ class Tower(nn.Module):
 
 
 def make() -> Tower:
-    model = fill(Tower().double(), scale=0.3)
-    return model
+    return fill(Tower().double(), scale=0.3)
 
 
 def shard(model: Tower, fully_shard: Any = fullshard.fully_shard, **options: Any) -> Any:

@@ -22,7 +22,7 @@ from fullshard._torch import collectives as _collectives
 from fullshard.comm.c10d import Transport
 from fullshard.frontend.ownership import unit_of
 from fullshard.tensors import RaggedShard
-from tests.ranks.models import GPT, fill, full_parameters, ids, shard_units
+from tests.ranks.models import GPT, fill, full_parameters, ids, refusal, shard_units
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.test_parity import batches, check, make, shard, train, vocab
 from tests.recording import recordings
@@ -658,9 +658,7 @@ def outside_of_the_mesh() -> str:
     if dist.get_rank() < 2:
         fullshard.fully_shard(model, mesh=mesh)
         return "not in"
-    with pytest.raises(errors.ConfigError) as caught:
-        fullshard.fully_shard(model, mesh=mesh)
-    return str(caught.value)
+    return refusal(errors.ConfigError, fullshard.fully_shard, model, mesh=mesh)
 
 
 def test_ranks_outside_of_the_mesh_are_told(pool: RankPool) -> None:

@@ -24,6 +24,7 @@ import torch
 import fullshard
 from fullshard.checkpoint import Checkpointer
 from fullshard.errors import ProtocolError
+from tests.ranks.models import refusal
 from tests.ranks.pool import RankPool
 from tests.recording import recordings
 
@@ -215,9 +216,7 @@ def test_the_result_is_the_same_with_a_gather_for_each_chunk(
 
 
 def skip_without_tolerance(folder: str, page: str) -> str:
-    with pytest.raises(ProtocolError) as caught:
-        run_program(folder, page, "set_skip_tolerance")
-    return str(caught.value)
+    return refusal(ProtocolError, run_program, folder, page, "set_skip_tolerance")
 
 
 @pytest.mark.parametrize("page", ["text-only-batches.md"])

@@ -17,7 +17,7 @@ from fullshard import Ragged, StateDictType, checkpoint, fully_shard
 from fullshard.errors import CheckpointError, ConfigError, FullshardError
 from fullshard.optim import OwnedOptimizer, ShardedOptimizer
 from tests.ranks.block_states import kind_of, kinds
-from tests.ranks.models import fill
+from tests.ranks.models import fill, refusal
 from tests.ranks.pool import RankPool
 from tests.ranks.test_block_states import EAGER
 
@@ -78,11 +78,7 @@ def take_steps(model: nn.Module, optimizer: Optimizer, when: str) -> None:
 
 
 def refusals(*calls: Callable[[], Any]) -> list[str]:
-    said = []
-    for call in calls:
-        with pytest.raises(ConfigError) as caught:
-            call()
-        said.append(str(caught.value))
+    said = [refusal(ConfigError, call) for call in calls]
     dist.barrier()  # all ranks are through with them
     return said
 

@@ -33,8 +33,7 @@ FLAGS = ("writeback", "rank0_only", "offload_to_cpu", "with_grads", "recurse")
 
 
 def plain_net() -> Net:
-    model = fill(Net(tied=True).double())
-    return model
+    return fill(Net(tied=True).double())
 
 
 def sharded_net(mesh: str, layout: str, *, model: Net | None = None, **options: Any) -> Any:

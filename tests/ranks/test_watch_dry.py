@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fullshard import watch
 from fullshard.comm import dry_world
 from fullshard.errors import PeerError
-from tests.ranks.models import Trouble
+from tests.ranks.models import Trouble, message_of
 from tests.ranks.pool import RankPool
 from tests.ranks.test_watch import step, tower
 
@@ -34,11 +34,7 @@ def planned() -> str:
         assert not watching.is_over, "it ended"
         assert watch.watcher() is watching
         model.fault = "forward" if dist.get_rank() == 1 else ""
-        try:
-            step(model, optimizer, 2)
-        except (PeerError, Trouble) as error:
-            return str(error)
-        return ""
+        return message_of((PeerError, Trouble), step, model, optimizer, 2)
 
 
 def test_ranks_are_watched_after_a_dry_run_as_before(pool: RankPool) -> None:
