@@ -204,17 +204,16 @@ class C10d:
         """See ``Collectives.broadcast``; sends bytes, since gloo does not carry every dtype."""
         sent = values.view(-1).view(torch.uint8)
         start = partial(_collectives.broadcast, self.group, sent, source)
-        return self._issue("broadcast", sent.nbytes, start)
-
-    def _issue(self, kind: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
-        return self._ledger.issue(kind, self._label.text, nbytes, start, self._mark)
+        return self._ledger.issue("broadcast", self._label.text, sent.nbytes, start, self._mark)
 
     def _carry(
         self, kind: str, nbytes: int, call: Callable[[Way, dist.ProcessGroup], Pending]
     ) -> Pending:
         """Start a collective by ``call``, which gets the way of the group, and the group."""
         group = self.group
-        return self._issue(kind, nbytes, lambda: call(self._way(group), group))
+        return self._ledger.issue(
+            kind, self._label.text, nbytes, lambda: call(self._way(group), group), self._mark
+        )
 
     def _way(self, group: dist.ProcessGroup) -> Way:
         found = _ways.get(group)

@@ -39,18 +39,19 @@ class Native:
         """
         self.adds_wide = adds_wide
         self._calls = calls
+        self._compares = calls is _collectives
         self._averages = averages
         self._in_order = device_type != "cpu"
         self._compared = Compared(device_type)
 
     def _begin(self, group: dist.ProcessGroup, label: str) -> None:
         """Compare the label of a collective, if it is new."""
-        if self._calls is _collectives:
+        if self._compares:
             self._compared.compare(group, label)
 
     def _op(self, values: Tensor, world: int) -> tuple[dist.ReduceOp.RedOpType, float]:
-        has_mean = self._calls is _collectives or values.dtype in _AVERAGED
-        return begun(values, world, averages=self._averages and has_mean)
+        averages = self._averages and (self._compares or values.dtype in _AVERAGED)
+        return begun(values, world, averages=averages)
 
     def all_gather(
         self,
