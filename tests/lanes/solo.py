@@ -1,4 +1,4 @@
-"""One process that plays rank 0 of several: what another rank would send is what this one sends.
+"""One process that plays rank 0 of several; it receives its own data in place of the others'.
 
 Values are wrong then; accesses to memory are those of real ranks, in a fraction of the time.
 """
@@ -27,7 +27,7 @@ def _mirror(group: dist.ProcessGroup, device_type: str) -> MirrorWire:
 def solo(world: int) -> Iterator[None]:
     """Be rank 0 of ``world``.
 
-    This is no ``mirror_world``, in which the CPU would be the device and offloading do nothing.
+    In a ``mirror_world`` the CPU would be the device, and offloading would do nothing.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     last = choose_wire(_mirror)

@@ -56,7 +56,7 @@ def shard_units(
 
 
 class Trouble(Exception):
-    """What tests raise."""
+    """An error that tests raise."""
 
 
 class Fuse(torch.autograd.Function):
@@ -214,7 +214,7 @@ def message_of(kind: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 @contextmanager
 def heard(level: int = logging.INFO) -> Iterator[list[str]]:
-    """Collect ``LEVEL: message`` of what fullshard logs in the block on this rank."""
+    """Collect the log records of fullshard in the block on this rank, as ``LEVEL: message``."""
     said: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda one: said.append(f"{one.levelname}: {one.getMessage()}")

@@ -49,8 +49,8 @@ every_world = pytest.mark.parametrize("world", [2, 3, 4])
 def on_ranks(*worlds: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the body of a test on every rank, in each of these worlds; options as run has them.
 
-    The test stands at the top of a module. It takes fixtures and parameters as any other does,
-    world among them if there are several, and finds what a job finds.
+    The test stands at the top of a module and takes fixtures and parameters as any other does. If
+    there are several worlds, it takes ``world`` too. The process group is ready.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:

@@ -145,10 +145,7 @@ class Joined(Lanes):
 
 @on_ranks(2)
 def test_a_backward_ends_with_all_lanes_joined() -> None:
-    """What a CUDA graph captures has to.
-
-    Whether compute has waited for what gathers waited for last.
-    """
+    """A CUDA graph of a step must end with its lanes joined."""
     lanes = Joined()
     with patch("fullshard.engine.executor.make_lanes", lambda device: lanes):
         model = sharded(reentrant=False)

@@ -38,7 +38,7 @@ class OwnGroups(NamedTuple):
     gathers: Sequence[dist.ProcessGroup]
     """This rank's column, once for each host: the group in which that host sends its shards.
 
-    They are at most ``_MOST_GROUPS`` groups. A gloo receiver first sends "ready" on the connection
+    There are at most ``_MOST_GROUPS`` groups. A gloo receiver first sends "ready" on the connection
     that then carries the data. If both ends of a connection sent data, each "ready" would queue
     behind data, and the ends would send in turns instead of at the same time.
     """
@@ -117,7 +117,7 @@ class Crossing:
     def start(
         self, works: Iterator[dist.Work], failure: BaseException | None = None
     ) -> BaseException | None:
-        """Start ``works``, as the iterator does; return ``failure``, or what was raised here.
+        """Start ``works`` by iterating; return ``failure``, or an error that was raised here.
 
         ``failure``: this rank's own error, if any.
         """

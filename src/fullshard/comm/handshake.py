@@ -87,7 +87,7 @@ class _Call:
     talk: Generator[int, bytes, None]
     """The handshake, which yields how many bytes it waits for; 0: until the next turn."""
     wanted: int
-    """What ``talk`` has yielded last."""
+    """The last value that ``talk`` yielded."""
     received: bytes = b""
     """Bytes of a message that is incomplete."""
     fd: int = -1
@@ -207,7 +207,7 @@ class Handshake:
             self._go_on(call)
 
     def _go_on(self, call: _Call) -> None:
-        """Continue the handshake with what was received; drop it unless the peer is then met."""
+        """Continue the handshake with the received bytes; drop it unless the peer is then met."""
         received, call.received = call.received, b""
         try:
             call.wanted = call.talk.send(received) if received else next(call.talk)

@@ -1,9 +1,9 @@
 """The states of modules that ``fully_shard`` sharded, as PyTorch's private files show them.
 
 All attribute names are PyTorch's; docs/compat.md lists them, and alternatives to the names that
-raise. First comes the base of read-only views, which take the place of objects of PyTorch's private
-classes; then the functions that tables name, a view with its table for each class, and replacements
-for PyTorch's private functions.
+raise. Read-only views take the place of objects of PyTorch's private classes. The file has their
+base, the functions that tables name, a view with its table for each class, and replacements for
+PyTorch's private functions.
 """
 
 from __future__ import annotations

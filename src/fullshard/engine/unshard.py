@@ -162,7 +162,7 @@ class Unsharded:
         return Done()
 
     def _receive(self) -> None:
-        """Make the parameters from what has arrived."""
+        """Make the parameters from the gathered memory."""
 
     def _free(self, *, to_secondary: bool, keep_memory: bool) -> None:
         """Free the memory."""

@@ -1,6 +1,6 @@
 """``fully_shard`` and the methods that sharding adds to modules.
 
-``ownership`` finds the parameters of a call, ``places`` is what modules show in their places.
+``ownership`` finds the parameters of a call, ``places`` has the parameters that modules show.
 ``checks`` refuses wrong arguments, ``meshes`` chooses the ranks of each cut, ``fully_shard`` groups
 parameters and makes the unit. ``blocks`` chooses units, and recomputes blocks in backward.
 ``hooks`` drive the engine. ``sharded`` is the base class of sharded modules. ``module`` adds the

@@ -85,7 +85,7 @@ def _intern(op: Op, unit: int | None) -> Action:
 def actions_of(unit: int) -> Any:
     """Return the interned actions of a unit, as attributes named like the members of ``Op``.
 
-    They are looked up once instead of built at each step.
+    A unit looks its actions up once instead of building them at each step.
     """
     return SimpleNamespace(**{op.value: _intern(op, unit) for op in Op})
 

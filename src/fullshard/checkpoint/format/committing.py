@@ -37,7 +37,7 @@ def make_folder(path: Path) -> None:
 
 
 def unfinished_at(path: Path) -> Path:
-    """Return a new name beside ``path``, for what gets the name ``path`` once it is complete."""
+    """Return a new name beside ``path``, until a file or folder is complete and gets ``path``."""
     return path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}")
 
 

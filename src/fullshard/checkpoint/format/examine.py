@@ -172,7 +172,7 @@ def inspect(path: AnyPlace) -> CheckpointInfo:
 
 
 def _lacking(path: Place, manifest: Manifest) -> dict[int, str]:
-    """Return which ranks' data files are missing or have another size, and what is wrong."""
+    """Return the ranks whose data file is missing or has another size, each with the reason."""
     below = path.below() if isinstance(path, ObjectUrl) else {}
     found = {}
     for file in manifest.files:

@@ -365,7 +365,7 @@ def shared(council: Council, found: Collected) -> str:
 
 
 def merged(council: Council, keys: Sequence[str]) -> Manifest:
-    """Return a manifest of what all ranks contribute, whose files are not written yet.
+    """Return the manifest of all ranks' tensors, before the data files are written.
 
     Extra state of a module that several ranks have is the first one's.
 

@@ -163,7 +163,7 @@ class StepPlan:
         self._addresses = self._find()
         self.exposed = [param for run in runs if not run.is_coalesced for param in run.params]
         self._loose = [number_of[id(param)] for param in self.exposed]
-        # Parameters that could be one run. Whether they are depends on distances of gradients only:
+        # Parameters that could be one run. They are one if their gradients keep these distances:
         # gradients are freed after each step and may come back at other addresses.
         self._mates: list[int] = []
         self._distances: list[int | None] = []  # from the mate before, None for a run's first
