@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from fullshard.tensors import local_part, shown_like
 from fullshard.tensors.form import clean_name
 
 
+@contextmanager
 def unshard_params(
     module: nn.Module | Sequence[nn.Module],
     *,
@@ -40,7 +41,7 @@ def unshard_params(
     with_grads: bool = False,
     on_error: Literal["keep", "discard"] = "keep",
     check: bool = False,
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """Show full parameters in ``module`` during the ``with`` block, to read and edit them.
 
     Full parameters are ordinary ``nn.Parameter`` s with their original names, in the dtype of the
@@ -85,7 +86,8 @@ def unshard_params(
         "with_grads": with_grads,
     }
     modules = module if isinstance(module, (list, tuple)) else [module]
-    return lent(modules, "unshard_params", flags, recurse=recurse, on_error=on_error, check=check)
+    with lent(modules, "unshard_params", flags, recurse=recurse, on_error=on_error, check=check):
+        yield
 
 
 @contextmanager
