@@ -86,9 +86,9 @@ class Checker:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """See what the block does."""
-        face = sys.modules["fullshard.frontend.fully_shard"]
+        checks = sys.modules["fullshard.frontend.checks"]
         flat = sys.modules["fullshard.flat.wrapper"]
-        checked_offload, as_offload = face.checked_offload, flat.as_offload
+        checked_offload, as_offload = checks.checked_offload, flat.as_offload
         away = torch.device("cuda")  # any that is no CPU
         with ExitStack() as stack:
             for target, name, stand_in in (
@@ -100,7 +100,7 @@ class Checker:
                 (Tensor, "tolist", self._tolist(Tensor.tolist)),
                 (shard.Shards, "__init__", self._shard(shard.Shards.__init__)),
                 (shard.SeparateShards, "__init__", self._shard(shard.SeparateShards.__init__)),
-                (face, "checked_offload", lambda policy, _: checked_offload(policy, "cuda")),
+                (checks, "checked_offload", lambda policy, _: checked_offload(policy, "cuda")),
                 (flat, "as_offload", lambda choice, _: as_offload(choice, away)),
             ):
                 stack.enter_context(patch.object(target, name, stand_in))
