@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from fullshard.engine import Offload
 from fullshard.engine import spec as bucket_spec
 from fullshard.engine.spec import Outbound
 from fullshard.engine.unit import Unit
+from fullshard.frontend import checks
 from fullshard.frontend.ownership import units_below
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
@@ -26,7 +26,6 @@ from tests.ranks.models import fill, full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step
 from tests.ranks.pool import on_ranks
 
-face = sys.modules["fullshard.frontend.fully_shard"]  # the function hides the module
 LAYOUTS = {"per-parameter": PerParameter(), "ragged": Ragged()}
 
 
@@ -49,7 +48,7 @@ def a_bus(pinned: bool = True) -> Iterator[list[tuple[str, torch.dtype, int]]]:
         return host_tensor(numel, dtype, pinned=False)  # which takes an accelerator
 
     with (
-        patch.object(face, "checked_offload", lambda *_: Offload(pinned)),
+        patch.object(checks, "checked_offload", lambda *_: Offload(pinned)),
         patch.object(Outbound, "send", sent),
         patch("fullshard.engine.reduce.bring_home", brought),
         patch.object(bucket_spec, "host_tensor", unpinned),
