@@ -234,14 +234,14 @@ def test_local_workers_meet_in_a_folder_of_their_user(monkeypatch: pytest.Monkey
         return SimpleNamespace(poll=lambda: 0, returncode=0)
 
     monkeypatch.setattr(launch.subprocess, "Popen", started)
-    for name in (launch.STORE, "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "")
+    variables = dict(os.environ)
     before = os.umask(0)
     try:
         launch.start_workers(1, "-c", "")
     finally:
         os.umask(before)
     assert seen == [0o700]
+    assert os.environ == variables
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: reads /proc")
@@ -251,9 +251,9 @@ def test_the_store_of_workers_that_may_be_killed_is_on_loopback(
     """With a store in a file, a worker that is killed while it writes hangs the others."""
     seen: list[set[str]] = []
 
-    def started(*_: object, **__: object) -> Any:
-        monkeypatch.setenv("RANK", "1")
-        monkeypatch.setenv("WORLD_SIZE", "2")
+    def started(*_: object, env: dict[str, str]) -> Any:
+        for name in ("RANK", "WORLD_SIZE", launch.STORE):
+            monkeypatch.setenv(name, (env | {"RANK": "1", "WORLD_SIZE": "2"})[name])
         store = meeting_place()[0]["store"]
         assert isinstance(store, dist.TCPStore)
         store.set("of", "a worker")
@@ -262,8 +262,6 @@ def test_the_store_of_workers_that_may_be_killed_is_on_loopback(
         return SimpleNamespace(poll=lambda: 0, returncode=0)
 
     monkeypatch.setattr(launch.subprocess, "Popen", started)
-    for name in (launch.STORE, "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
     before = listening([os.getpid()])
     launch.start_workers(1, "-c", "", keeps_going=True)
     assert seen == [{"0100007F"} | before]

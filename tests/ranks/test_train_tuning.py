@@ -41,7 +41,10 @@ from tests.ranks.train_shell import Shell
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of peft and transformers
+    pytest.mark.usefixtures("own_cache"),
+]
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = {
@@ -56,9 +59,6 @@ def needs(way: str) -> None:
         pytest.importorskip("peft", reason="the extra lora is not installed")
     if "quantize" in WAYS[way]:
         pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
-
-
-pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def config_of(folder: Path, kind: str, **options: Any) -> TrainConfig:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,10 +32,11 @@ from fullshard.wrap.units import Without
 # Units by module: under None the unit that the module is a member of, under a parameter's name the
 # owner of that parameter. References are weak, because units refer to modules; hooks keep the units
 # alive.
-_modules: weakref.WeakKeyDictionary[nn.Module, dict[str | None, weakref.ref[Unit]]]
-_modules = weakref.WeakKeyDictionary()
+_modules: weakref.WeakKeyDictionary[nn.Module, dict[str | None, weakref.ref[Unit]]] = (
+    weakref.WeakKeyDictionary()
+)
 # Original parameters that were sharded but stay alive, because something outside refers to them.
-_originals = WeakIdKeyDictionary()
+_originals: MutableMapping[Tensor, _Original] = WeakIdKeyDictionary()
 
 
 class _Original(NamedTuple):
@@ -72,14 +81,14 @@ def owned_places() -> Iterator[tuple[Place, Unit]]:
 
 def twin_of(param: nn.Parameter) -> tuple[str, Unit] | None:
     """Return the name and unit with which ``param`` itself was sharded before, if it was."""
-    original: _Original | None = _originals.get(param)
+    original = _originals.get(param)
     unit = None if original is None else original.unit()
     return None if original is None or unit is None else (original.name, unit)
 
 
 def place_of_twin(param: nn.Parameter) -> Place | None:
     """Return the place at which ``param`` itself was sharded before, if the module still lives."""
-    original: _Original | None = _originals.get(param)
+    original = _originals.get(param)
     module = None if original is None else original.module()
     return None if original is None or module is None else Place(module, original.own_name)
 

@@ -82,20 +82,19 @@ def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> Non
     """
     workers: list[_Worker] = []
     with (
-        _shared_folder(nproc) as folder,
-        _kept_store() if keeps_going else nullcontext(),
+        tempfile.TemporaryDirectory(prefix="fullshard-") as folder,
+        _kept_store() if keeps_going else nullcontext(f"{folder}/store") as store,
         _handing_on(workers) as got,
     ):
+        common = _environment(nproc) | {STORE: store}
         errors = [f"{folder}/error-{rank}.json" for rank in range(nproc)]
         for rank, error_file in enumerate(errors):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(nproc),
-                "LOCAL_WORLD_SIZE": str(nproc),
+            own = {
+                "RANK": f"{rank}",
+                "LOCAL_RANK": f"{rank}",
                 "TORCHELASTIC_ERROR_FILE": error_file,
             }
-            workers.append(subprocess.Popen([sys.executable, *arguments], env=environment))
+            workers.append(subprocess.Popen([sys.executable, *arguments], env=common | own))
         _wait(workers, got, keeps_going=keeps_going)
         if got:
             raise SignalException("interrupted", signal.Signals(got[0]))
@@ -112,20 +111,20 @@ def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> Non
             raise ChildFailedError("fullshard train", failures)
 
 
-@contextmanager
-def _shared_folder(nproc: int) -> Iterator[str]:
-    """Yield a folder that ``nproc`` workers of this machine share, and divide the cores.
+def _environment(nproc: int) -> dict[str, str]:
+    """Return the environment of ``nproc`` workers of this machine, which divide its cores.
 
     Stores unpickle their content, and PyTorch's TCP stores listen to the network. All workers are
     on this machine, so they meet in a file of this user, and gloo and NCCL use loopback only.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // nproc)))
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
-        os.environ[STORE] = f"{folder}/store"
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        yield folder
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return {
+        "OMP_NUM_THREADS": str(max(1, num_cores() // nproc)),
+        **(loopback if sys.platform == "linux" else {}),
+        **os.environ,
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+    }
 
 
 def num_cores() -> int:
@@ -136,8 +135,8 @@ def num_cores() -> int:
 
 
 @contextmanager
-def _kept_store() -> Iterator[None]:
-    """Run a TCP store on loopback in this process, for workers that may be killed.
+def _kept_store() -> Iterator[str]:
+    """Run a TCP store on loopback in this process, for workers that may be killed; yield its place.
 
     In a file store, a worker killed during a write leaves half a record, which hangs all others.
     """
@@ -149,13 +148,15 @@ def _kept_store() -> Iterator[None]:
             LOOPBACK, port, is_master=True, wait_for_workers=False,
             master_listen_fd=listening.detach(),  # else it would listen to the network
         )  # fmt: skip
-    os.environ[STORE] = f"{TCP}{store.port}"
-    yield
+    yield f"{TCP}{store.port}"
 
 
 @contextmanager
 def _handing_on(workers: Sequence[_Worker]) -> Iterator[list[int]]:
-    """Forward signals that end a job to ``workers``; yield the list of received signals."""
+    """Forward signals that end a job to ``workers``; yield the list of received signals.
+
+    No worker outlives the block.
+    """
     got: list[int] = []
 
     def hand_on(number: int, _: FrameType | None) -> None:
@@ -169,6 +170,9 @@ def _handing_on(workers: Sequence[_Worker]) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        for one in workers:
+            if one.poll() is None:  # only after an error here
+                one.kill()
 
 
 def _wait(workers: Sequence[_Worker], got: Sequence[int], *, keeps_going: bool) -> None:
