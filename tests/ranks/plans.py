@@ -405,7 +405,7 @@ def constants_of(engine: Engine) -> int:
 def staging_of(engine: Engine) -> int:
     """Bytes of the pinned memory from which offloaded shards cross."""
     wholes = [bucket.materialized for unit in engine.units for bucket in unit.buckets]
-    return nbytes_of(one._gather._from_host._outbound._host for one in wholes)
+    return nbytes_of(one._gather._outbound._host for one in wholes)
 
 
 def nbytes_of(tensors: Iterable[Any]) -> int:
