@@ -75,7 +75,7 @@ def _rank(
 
 
 def _sample(*, alone: bool) -> None:
-    """Look at the load on all ranks at once, or steps of other ranks would be measured too."""
+    """Measure the load while all ranks wait, so that no rank's step counts as load."""
     dist.barrier()
     if not alone or dist.get_rank() == 0:
         _guard.sample()
@@ -100,7 +100,7 @@ def in_turns(
 ) -> dict[Any, list[Any]]:
     """Call all contenders in each round; return the results of each, by round.
 
-    So the machine does to all contenders what it does to one.
+    Slow moments of the machine thus hit all contenders alike.
 
     Args:
         warm_up: rounds before those that count.
@@ -142,7 +142,7 @@ def seconds_of(
     clock: Callable[[], float] = time.perf_counter,
     repeats: int = 1,
 ) -> float:
-    """Return the seconds of one call."""
+    """Return the mean seconds of ``repeats`` calls."""
     start = clock()
     for _ in range(repeats):
         call()
@@ -150,6 +150,6 @@ def seconds_of(
 
 
 def verdict(missed: Sequence[str], what: str = "bounds missed") -> int:
-    """Print what was missed; return how much."""
+    """Print the missed bounds; return their number."""
     print(f"\n{what}: {'; '.join(missed) or 'none'}")
     return len(missed)

@@ -7,8 +7,8 @@
     def test_gather_to_one(pool):
         assert pool.run(2, gather_to_one) == [[0, 1], None]    # every rank's result, in rank order
 
-Starting a process and importing torch takes seconds, a job on a running process a millisecond, so
-no test ever starts its own. Functions travel by name, arguments and results by value: plain pickle
+Starting a process and importing torch takes seconds, a job on a running process a millisecond.
+Functions travel by name, arguments and results by value: plain pickle
 copies tensors, where multiprocessing's own would pass file descriptors to shared memory.
 
 A rank that raises fails the test with its traceback. A rank that hangs or dies fails it with its

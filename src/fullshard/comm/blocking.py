@@ -26,11 +26,11 @@ def all_reduce(
 ) -> None:
     """Replace ``values`` by their maximum or sum over the ranks of ``group``, equal in every bit.
 
-    A few are gathered by all ranks, for the purpose ``label``. ``values`` may be on a device that
-    the group does not serve, as those of offloaded gradients; a stand-in group serves every one.
+    All ranks gather a few values, under ``label``, and reduce them. ``values`` may be on a device
+    that the group does not serve, as those of offloaded gradients.
 
     Raises:
-        PeerError: another rank failed, so it cannot end.
+        PeerError: another rank failed, so the reduction cannot end.
     """
     op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     if not isinstance(group, dist.ProcessGroup):

@@ -69,7 +69,7 @@ _ways = weakref.WeakKeyDictionary[dist.ProcessGroup, _OfEra]()
 
 
 def way_of(group: dist.ProcessGroup, choice: TransportRequest) -> Way:
-    """Return the way of ``group``; the first per choice and era with SHARED is a collective."""
+    """Return the way of ``group``; with SHARED, the first call of an era is a collective."""
     found, era = _ways.get(group), ledger_of(group).era
     if found is None or found.era is not era:
         found = _ways[group] = _OfEra(era, {}, itertools.count())
@@ -87,7 +87,7 @@ def _new_way(group: dist.ProcessGroup, of_era: _OfEra, choice: TransportRequest)
 
 
 def _met(group: dist.ProcessGroup, of_era: _OfEra, native: Native) -> Way:
-    """Return the way of a group over gloo, once its ranks have met; ``native`` for BACKEND."""
+    """Return the way of ranks that have met; ``native`` if ``meet`` returns None."""
     with ledger_of(group).starting(RENDEZVOUS):
         met = meet(group, f"{of_era.era.name}/{next(of_era.numbers)}", of_era.era)
         if met is None:

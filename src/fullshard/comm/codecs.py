@@ -37,10 +37,7 @@ class Cast:
         return self
 
     def encode(self, values: Sequence[Tensor], exact: int = 0) -> Tensor:
-        """Return what travels instead of ``values``, ``[rows, n]`` each, as ``[rows, m]``.
-
-        Values of 16 bits travel as they are.
-        """
+        """Return ``values``, ``[rows, n]`` each, joined and cast; ``exact`` has no effect."""
         joined = values[0] if len(values) == 1 else torch.cat(list(values), dim=1)
         return joined.to(self.dtype) if joined.itemsize > self.dtype.itemsize else joined
 

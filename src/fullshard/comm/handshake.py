@@ -165,7 +165,7 @@ class Handshake:
         return connection
 
     def _add(self, connection: socket.socket, peer: int | None) -> None:
-        """Begin a handshake with rank ``peer``, if we called; None: with a caller."""
+        """Begin a handshake; ``peer``: the rank that we called, None if the other end called."""
         connection.setblocking(False)
         if _is_of_our_user(connection):
             fileno = connection.fileno()
@@ -207,7 +207,7 @@ class Handshake:
             self._go_on(call)
 
     def _go_on(self, call: _Call) -> None:
-        """Continue the handshake with the received bytes; drop it unless the peer is then met."""
+        """Continue the handshake with the received bytes; drop it if it ends without success."""
         received, call.received = call.received, b""
         try:
             call.wanted = call.talk.send(received) if received else next(call.talk)
@@ -216,7 +216,7 @@ class Handshake:
                 self._drop(call)
 
     def _talk(self, fileno: int, peer: int | None) -> Generator[int, bytes, None]:
-        """Shake hands; it ends early if a message is not that of an expected rank.
+        """Run the handshake; return early if a message is not from an expected rank.
 
         Each end sends a hello, a proof and its memory: the caller sends its hello first. Each end
         sends its proof after the peer's hello has come, and its memory after the peer's proof. All

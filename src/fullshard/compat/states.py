@@ -1,9 +1,8 @@
 """The states of modules that ``fully_shard`` sharded, as PyTorch's private files show them.
 
-All attribute names are PyTorch's; docs/compat.md lists them, and alternatives to the names that
-raise. Read-only views take the place of objects of PyTorch's private classes. The file has their
-base, the functions that tables name, a view with its table for each class, and replacements for
-PyTorch's private functions.
+All attribute names are PyTorch's. docs/compat.md lists them, with alternatives to those that raise.
+Read-only views take the place of objects of PyTorch's private classes. Each view has a table of
+attributes and of the functions that compute them. Other functions replace PyTorch's private ones.
 """
 
 from __future__ import annotations

@@ -443,7 +443,7 @@ class Engine:
     def act_all(self, actions: Sequence[Action], *, to_the_end: bool) -> None:
         """Carry out ``actions`` in order; ``to_the_end``: all of them, even if one fails.
 
-        The scheduler assumes that all actions of an end were done and repeats none. Once another
+        The scheduler never repeats the actions that end a forward or backward. Once another
         rank may be gone, only the actions that communicate are skipped. The first failure is raised
         at the end.
         """

@@ -284,7 +284,7 @@ class Loan:
                     self._write(bucket, params, keep=keep)
 
     def _write(self, bucket: Bucket, params: Sequence[Tensor] | None, *, keep: bool) -> None:
-        """Write this rank's values into its shard, or rank 0's into all, if told to keep them."""
+        """If ``keep``, write this rank's values into the shard, or rank 0's with ``rank0_only``."""
         spec, num = bucket.spec, len(bucket.sharded_params)
         values: list[Tensor | None] = [None] * num
         grads, flags = values, [False] * (1 + 2 * num)
@@ -313,7 +313,7 @@ class Loan:
         present: Sequence[bool],
         flat: Tensor,
     ) -> None:
-        """Write own elements of full ``tensors`` into ``flat``, never padding; see ``_write``."""
+        """Write own elements of full ``tensors`` into ``flat``, leave padding; see ``_write``."""
         for index, (full, segment) in enumerate(zip(tensors, spec.segments, strict=True)):
             if not present[index]:
                 continue

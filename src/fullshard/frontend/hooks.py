@@ -133,7 +133,7 @@ def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 @cache
 def registrations() -> list[int]:
-    """Return a list of one number: how many modules and parameters are registered from now on.
+    """Count the registrations of modules and parameters since the first call; return ``[count]``.
 
     The count spares a root forward from looking at all modules.
     """

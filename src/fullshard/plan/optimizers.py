@@ -1,4 +1,4 @@
-"""The optimizers of a dry run: AdamW and ``Muon`` on local tensors."""
+"""The optimizers of a dry run: AdamW, and one in place of ``Muon``, on local tensors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def is_muon(optimizer: Any) -> bool:
 
 
 def muon(model: nn.Module, optimizer: Any, *, foreach: bool) -> LocalOptimizer:
-    """Return the average memory of ``Muon``: one momentum for each local element of a matrix.
+    """Return an optimizer with the average memory of ``Muon``: SGD with momentum for matrices.
 
     In training, each owner has the momenta of whole matrices, some owners a little more than
     others. The temporary memory of a step is not planned: whole matrices in bf16, and the buffers

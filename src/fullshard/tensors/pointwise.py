@@ -72,9 +72,9 @@ def _overloads(kind: str, names: str) -> list[Any]:
     return [getattr(op, overload) for op in found for overload in op.overloads()]
 
 
-# Of operations on single tensors, those that take numbers, with which PyTorch's DTensors are slow.
-# Of those on lists, the ones that PyTorch's DTensors lack, and the fused ones. Others would take
-# longer this way, and are handled once somebody mixes lists, which PyTorch refuses.
+# Operations on single tensors that take numbers, with which PyTorch's DTensors are slow; operations
+# on lists that they lack; and the fused ones. Other operations on lists would be slower this way.
+# They are handled once somebody mixes lists, which PyTorch refuses.
 POINTWISE_HANDLERS = {
     **dict.fromkeys(aten_ops("div.Tensor div_.Tensor mul_.Tensor"), _on_locals),
     **dict.fromkeys(_overloads("_foreach", "copy_ sign_"), _on_lists),

@@ -184,9 +184,9 @@ def join_world() -> Iterator[World]:
 
 
 def meeting_place() -> tuple[dict[str, Any], dist.Store | None]:
-    """Return rendezvous arguments with the store of our launcher or of torchrun.
+    """Return arguments of ``init_process_group``, and the store that torchrun keeps over restarts.
 
-    Also return the store that torchrun keeps over restarts; None with our launcher.
+    The store is None with our launcher.
     """
     place = os.environ.get(STORE)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -147,7 +147,7 @@ def _children_first(
 
 
 class Without(set[nn.Module]):
-    """A memo of ``named_modules``, to leave out modules, with all that is only inside of them."""
+    """A memo of ``named_modules`` that leaves out modules, and modules inside of those alone."""
 
     def __init__(self, skips: Callable[[nn.Module], bool]) -> None:
         """Take the function that says which modules to leave out."""

@@ -248,7 +248,7 @@ def header_in(file: Bytes) -> bytes:
     """Return the beginning of a safetensors file, up to the data.
 
     Raises:
-        CheckpointError: it has another length than it says, or cannot be read.
+        CheckpointError: the header does not fit in the file, or the file cannot be read.
     """
     length = memoryview(bytearray(8))
     file.read(0, length)

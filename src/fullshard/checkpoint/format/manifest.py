@@ -106,10 +106,10 @@ class Contents(NamedTuple):
 
     @classmethod
     def from_json(cls, stored: Any, world: int) -> Contents:
-        """Return the contents that ``to_json`` made, of so many ranks.
+        """Return the contents from the result of ``to_json``, of a save of ``world`` ranks.
 
         Raises:
-            CheckpointError, ValueError, KeyError, TypeError, IndexError: this cannot be its result.
+            CheckpointError, ValueError, KeyError, TypeError, IndexError: ``stored`` is damaged.
         """
         grids = [Grid.from_json(one, world) for one in stored["meshes"]]
         placed = [

@@ -60,14 +60,14 @@ def _has_lengths(placement: RaggedShard) -> bool:
 
 
 @cache
-def _groups(grid: Grid, is_one: tuple[bool, ...]) -> list[tuple[int, ...]]:
-    """Return the ranks in groups that differ only in those dims of the grid that are given.
+def _groups(grid: Grid, varies: tuple[bool, ...]) -> list[tuple[int, ...]]:
+    """Return groups of ranks whose coordinates differ only in the dims of which ``varies`` is true.
 
     Groups, and the ranks in each, are in the order of the coordinates.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, at in _coordinates(grid).items():
-        key = tuple(0 if same else own for same, own in zip(is_one, at, strict=True))
+        key = tuple(0 if same else own for same, own in zip(varies, at, strict=True))
         groups.setdefault(key, []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
 

@@ -374,7 +374,7 @@ def merged(council: Council, keys: Sequence[str]) -> Manifest:
         keys: what ``shared`` returned on each rank.
 
     Raises:
-        CheckpointError: which tensors are incomplete, and why.
+        CheckpointError: tensors are incomplete; the message names them and says why.
     """
     contents: list[Contents] = []
     numbers: dict[str, int] = {}

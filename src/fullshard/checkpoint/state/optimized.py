@@ -93,9 +93,9 @@ class Stepped:
     ) -> Tensor | None:
         """Return a tensor cut as this state is here; None: it is equal on all ranks.
 
-        Usually it is the parameter, for state with one element per parameter element. State of
-        owners, see ``OwnedOptimizer``, is cut as the optimizer says; state of another shape than
-        its parameter that one rank had is equal on all ranks with other optimizers.
+        Usually it is the parameter, for state with one element per parameter element.
+        ``OwnedOptimizer`` says how its state is cut. With other optimizers, state that one rank had
+        is equal on all ranks if its shape differs from the parameter's.
 
         Args:
             name, key: the parameter and the optimizer's name of the state.

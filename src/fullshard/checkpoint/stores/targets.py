@@ -43,11 +43,11 @@ Parts = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class FolderTarget:
-    """A new folder, which appears by its renaming: of all ranks, or of each machine.
+    """A new checkpoint folder, of all ranks or of each machine, published by a renaming.
 
     Args:
         path: the folder, on each of the ``machines``.
-        machines: of the ranks.
+        machines: the machine of each rank.
         copies: how many machines have each file; None: one folder is all ranks'.
         replaces: as for ``target_at``.
     """
@@ -137,7 +137,7 @@ class ObjectTarget:
         self.path.check()
 
     def begin(self) -> str:
-        """Choose a name for the save, and remove files of killed ones; on the first rank.
+        """Choose a name for the save, and remove files of killed saves; on the first rank.
 
         Raises:
             ConfigError: a checkpoint is at the URL.

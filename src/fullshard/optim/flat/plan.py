@@ -97,7 +97,7 @@ class Candidate:
         self.grad_part = self.part if grad is None else _part_of(local_part(grad))
 
     def position(self, grad_part: FlatPart | None) -> Position | None:
-        """Return the position with the gradient at ``grad_part``; None if in no buffer."""
+        """Return the position with the gradient at ``grad_part``; None if either has no buffer."""
         if not self.local.numel():
             kind = (self.local.dtype, self.local.device, self.on_host)
             return Position((self.group, self.state_key, *kind), None)
@@ -212,9 +212,9 @@ class StepPlan:
         return list(map(Tensor.data_ptr, local_parts(self._placed)))
 
     def _layout_of(self, grads: Sequence[Any]) -> list[bool] | None:
-        """Return which gradients of mates are contiguous, and which follow that of the mate before.
+        """Return flags: gradients that are contiguous, then those at the distance they had.
 
-        None if one has no address, as sparse ones.
+        None if a gradient has no address, such as a sparse one.
         """
         locals_now = list(map(local_part, map(grads.__getitem__, self._mates)))
         try:

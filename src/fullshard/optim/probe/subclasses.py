@@ -98,7 +98,7 @@ class Unchanged:
 def keep_unchanged(
     state_dict: Mapping[str, Any], numbers: Container[Any], but: Container[str] = ()
 ) -> dict[str, Any]:
-    """Return ``state_dict`` with tensors of the parameters ``numbers`` ``Unchanged``.
+    """Return ``state_dict`` with the tensors of parameters ``numbers`` wrapped in ``Unchanged``.
 
     ``but``: names of state that is left as it is.
     """
@@ -127,8 +127,8 @@ def loaded(
 ) -> dict[str, Any]:
     """Return ``unwrapped`` state; give ``Unchanged`` tensors their dtype and device.
 
-    The dtype is that of the state of this name which the class makes. If it makes none, it is the
-    parameter's, if it is one of floats at all, as with ``Optimizer.load_state_dict``. Tensors
+    State gets the dtype that the class gives it. If the class makes no such state, state of floats
+    gets the parameter's dtype, as with ``Optimizer.load_state_dict``. Tensors
     replace numbers that older versions of the class have kept.
 
     Args:

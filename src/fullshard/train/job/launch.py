@@ -74,7 +74,8 @@ def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> Non
     """Run ``nproc`` times ``python ARGUMENTS`` on this machine, and wait until all have ended.
 
     If a worker fails, the other workers are ended; if the job ``keeps_going``, the lost worker is
-    reported, and the other workers keep running.
+    reported, and the other workers keep running. Stores unpickle what they receive, so workers meet
+    in a private file, or at a store on loopback.
 
     Raises:
         ChildFailedError: a worker failed; all workers failed if the job ``keeps_going``.
@@ -114,8 +115,7 @@ def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> Non
 def _environment(nproc: int) -> dict[str, str]:
     """Return the environment of ``nproc`` workers of this machine, which divide its cores.
 
-    Stores unpickle their content, and PyTorch's TCP stores listen to the network. All workers are
-    on this machine, so they meet in a file of this user, and gloo and NCCL use loopback only.
+    All workers are on this machine, so gloo and NCCL use loopback only.
     """
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {

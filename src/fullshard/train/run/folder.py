@@ -119,7 +119,7 @@ class RunDir:
         return self.checkpoints / f"step-{step:06d}"
 
     def complete(self, step: int) -> Path | None:
-        """Return a complete checkpoint of ``step``; None if there is none."""
+        """Return the path of a complete checkpoint of ``step``; None if there is none."""
         path = self.checkpoint(step)
         for each in (path, self.best / path.name):
             with suppress(CheckpointError):

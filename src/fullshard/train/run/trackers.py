@@ -44,7 +44,7 @@ def _library(to: LogTo) -> Any:
 
 
 class Tracker:
-    """A destination of figures, closed at the end of the run, whose failure does not end the run.
+    """A destination of figures, closed at the end of the run; a failed ``log`` does not end it.
 
     Args:
         log: logs the figures of one step.
@@ -80,7 +80,7 @@ class Tracker:
 
 
 def _tensorboard(config: TrainConfig, first: int) -> Tracker:
-    """Log to event files in ``tensorboard/`` of the run; steps after ``first`` are dropped."""
+    """Return a tracker with event files in ``tensorboard/``, without steps after ``first``."""
     folder = str(Path(config.out) / "tensorboard")
     writer = _library(LogTo.TENSORBOARD).SummaryWriter(folder, purge_step=first + 1)
 
@@ -92,7 +92,7 @@ def _tensorboard(config: TrainConfig, first: int) -> Tracker:
 
 
 def _wandb(config: TrainConfig, first: int) -> Tracker:
-    """Log to a run of wandb, which a resumed run continues; ``WANDB_*`` variables decide more."""
+    """Return a tracker of wandb; a resumed run continues its run. ``WANDB_*`` set other options."""
     noted = Path(config.out) / "wandb-run"
     run = _library(LogTo.WANDB).init(
         name=Path(config.out).name,
@@ -109,7 +109,7 @@ def _wandb(config: TrainConfig, first: int) -> Tracker:
 
 
 def _mlflow(config: TrainConfig, first: int) -> Tracker:
-    """Log to a run of MLflow, which a resumed run continues; ``MLFLOW_*`` variables say where."""
+    """Return a tracker of MLflow; a resumed run continues its run. ``MLFLOW_*`` set the server."""
     noted = Path(config.out) / "mlflow-run"
     library = _library(LogTo.MLFLOW)
     continued = _continued(noted, first)
