@@ -148,8 +148,8 @@ def test_a_run_that_goes_on_by_another_schedule_says_so(
     assert main(["train", "--resume", *changes]) == 0
     assert capfd.readouterr().err == (
         "fullshard: note: --steps was 9 and is 12 now, --lr-schedule was cosine and is wsd now, "
-        "--warmup was 40 and is 3 now, --betas was 0.9,0.95 and is 0.9,0.99 now: the steps that "
-        "are left follow the new schedule, those before followed the old one\n"
+        "--warmup was 40 and is 3 now, --betas was 0.9,0.95 and is 0.9,0.99 now: the remaining "
+        "steps follow the new schedule, those before followed the old one\n"
     )
     assert (started[-1].steps, started[-1].adam_betas) == (12, (0.9, 0.99))
 

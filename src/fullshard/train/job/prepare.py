@@ -75,7 +75,7 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         if info.sequences_per_step != ours.sequences_per_step:
             _note(
                 f"{newest} was trained on {info.sequences_per_step} sequences a step, now "
-                f"{ours.sequences_per_step}: the losses will not be those of one run"
+                f"{ours.sequences_per_step}: the losses differ from those of one run"
             )
     try:
         run.path.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def _tell_changed(config: TrainConfig, run: RunDir) -> None:
     ]
     if changed:
         _note(
-            f"{', '.join(changed)}: the steps that are left follow the new schedule, those before "
+            f"{', '.join(changed)}: the remaining steps follow the new schedule, those before "
             "followed the old one"
         )
 
@@ -220,7 +220,7 @@ def _tell_left_out(text: TokenizedText) -> None:
     if text.bad.count:
         _note(f"{_count(text.bad.count, 'bad record')} of --data left out: {text.bad}")
     if text.left_out:
-        _note(f"not read of --data: {', '.join(text.left_out)}")
+        _note(f"these files of --data are not read: {', '.join(text.left_out)}")
 
 
 def _tell_cut(rows: Rows, seq: int) -> None:
@@ -233,6 +233,6 @@ def _tell_cut(rows: Rows, seq: int) -> None:
         )
     if isinstance(rows, Packed) and rows.num_cut:
         _note(
-            f"{_count(rows.num_cut, 'chat')} of more than {seq} tokens: what is behind is not "
-            "read, give a greater --seq"
+            f"{_count(rows.num_cut, 'chat')} longer than {seq} tokens: the rest of each is not "
+            "read; give a larger --seq"
         )
