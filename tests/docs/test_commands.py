@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import typer
@@ -72,25 +72,16 @@ NOT_RUN = {
 }
 
 
-class Written(NamedTuple):
-    """A command on a page."""
-
-    page: str
-    text: str
-
-
-def commands_of(page: Path) -> list[Written]:
+def commands_of(page: Path) -> list[str]:
     fence = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
     text = page.read_text().replace("\\\n", "")
     blocks = [body for kind, body in fence.findall(text) if kind not in ("python", "toml", "text")]
     lines = [re.sub(r"\s+# .*", "", line).strip() for body in blocks for line in body.splitlines()]
     lines += re.findall(r"`([^`\n]+)`", fence.sub("", text))
-    name = page.relative_to(ROOT).as_posix()
-    return [Written(name, re.sub(" +", " ", line)) for line in lines if A_COMMAND.fullmatch(line)]
+    return [re.sub(" +", " ", line) for line in lines if A_COMMAND.fullmatch(line)]
 
 
-WRITTEN = [one for page in PAGES for one in commands_of(page)]
-TEXTS = sorted({one.text for one in WRITTEN})
+TEXTS = sorted({text for page in PAGES for text in commands_of(page)})
 HERE = [text for text in TEXTS if any(re.fullmatch(pattern, text) for pattern in RUN_HERE)]
 
 

@@ -111,7 +111,7 @@ class Crossing:
         self._event = event
         self._then = then
         self._exchange = exchange
-        self._num_left = 1  # one stands for ``start``
+        self._num_left = 1  # ``start`` counts until it has ended
         self._lock = threading.Lock()
 
     def start(

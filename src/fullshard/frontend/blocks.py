@@ -313,6 +313,7 @@ def _repeated(module: nn.Module, kinds: Collection[type[nn.Module]] = ()) -> Ite
     """Yield the outermost modules of ``kinds``, or of a list in which a class repeats.
 
     Lists in a list count as one list, and of a list of stages the blocks of each stage are yielded.
+    In ``Sequential(Linear, body, Linear)`` the blocks of the body are yielded, not the layers.
     """
     children = _members(module)
     repeated: set[type[nn.Module]] = set()

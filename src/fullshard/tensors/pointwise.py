@@ -74,7 +74,7 @@ def _overloads(kind: str, names: str) -> list[Any]:
 
 # Operations on single tensors that take numbers, with which PyTorch's DTensors are slow; operations
 # on lists that they lack; and the fused ones. Other operations on lists would be slower this way.
-# They are handled once somebody mixes lists, which PyTorch refuses.
+# ``MIXED_LIST_HANDLERS`` has those, for lists that PyTorch refuses.
 POINTWISE_HANDLERS = {
     **dict.fromkeys(aten_ops("div.Tensor div_.Tensor mul_.Tensor"), _on_locals),
     **dict.fromkeys(_overloads("_foreach", "copy_ sign_"), _on_lists),

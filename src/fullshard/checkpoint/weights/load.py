@@ -76,8 +76,8 @@ def load_weights(
 
     Each rank reads its own parts, a piece at a time. A model on the meta device gets memory on the
     device of its mesh first. Then tensors that the files lack, such as buffers that are not
-    saved, are initialised, equally on all ranks and with full parameters: by ``init``, by
-    ``_init_weights`` of a model of ``transformers``, by ``peft`` for an adapter, or else by the
+    saved, are initialised, equally on all ranks and with full parameters. ``init`` does so, or
+    ``_init_weights`` of a model of ``transformers``, or ``peft`` for an adapter, or else the
     ``reset_parameters`` of their modules. Random values depend on ``torch.manual_seed`` on the
     first rank. Layers that have adapters of ``peft`` are found by their names without them.
 

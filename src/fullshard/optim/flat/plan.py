@@ -163,8 +163,8 @@ class StepPlan:
         self._addresses = self._find()
         self.exposed = [param for run in runs if not run.is_coalesced for param in run.params]
         self._loose = [number_of[id(param)] for param in self.exposed]
-        # Parameters that could be one run. They are one if their gradients keep these distances:
-        # gradients are freed after each step and may come back at other addresses.
+        # Parameters that could be one run. Gradients are freed after each step and may come back at
+        # other addresses; the run stays whole while their distances stay the same.
         self._mates: list[int] = []
         self._distances: list[int | None] = []  # from the mate before, None for a run's first
         self._outside: int | None = None  # a mate whose gradient is in no buffer

@@ -100,7 +100,7 @@ def keep_unchanged(
 ) -> dict[str, Any]:
     """Return ``state_dict`` with the tensors of parameters ``numbers`` wrapped in ``Unchanged``.
 
-    ``but``: names of state that is left as it is.
+    ``but``: names of state to leave unwrapped.
     """
     state = {
         number: {
