@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from fullshard import checkpoint, errors, optim, wrap
 from fullshard._version import __version__ as __version__
 from fullshard.checkpoint.weights import stream_params
@@ -111,3 +113,7 @@ __all__ = [
     "unshard_params",
     "wrap",
 ]
+
+for _function in (plan, trace):  # so that `import fullshard.plan as p` gives `p.PRESETS`, too
+    _module = vars(sys.modules[f"fullshard.{_function.__name__}"])
+    vars(_function).update({name: one for name, one in _module.items() if name[0] != "_"})

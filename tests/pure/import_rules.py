@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2] / "src" / "fullshard"
 
 # In import order: a module imports from its own room and from those before it.
 ROOMS = (
-    "errors _version _torch layout schedule comm watch doctor device tensors engine optim wrap"
-    " frontend checkpoint recover flat plan trace compat train cli"
+    "errors _version progress _torch layout schedule comm watch doctor device tensors engine optim"
+    " wrap frontend checkpoint recover flat plan trace compat train cli"
 ).split()
 FACE = "fullshard"  # the package's own __init__, which may import every room
 PUBLIC_ONLY = {"train", "cli"}  # written like a user's program, so that users can read them
@@ -23,7 +23,7 @@ PUBLIC_MODULES = {
     "fullshard",
     *(
         f"fullshard.{name}"
-        for name in "optim checkpoint wrap compat errors plan trace doctor".split()
+        for name in "optim checkpoint wrap compat errors plan progress trace doctor".split()
     ),
 }
 OPTIONAL = {  # the extras, and a module of Python 3.14

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,21 @@ def of_layers(**options: Any) -> Plan:
 
 def received(found: Plan) -> dict[tuple[str, str], tuple[int, int]]:
     return {(one.dim, one.what): (one.num_calls, one.received_nbytes) for one in found.traffic}
+
+
+def test_the_name_of_the_package_is_a_function_and_a_module() -> None:
+    import fullshard.plan as as_plan
+    import fullshard.trace as as_trace
+
+    assert as_plan is fullshard.plan is plan is as_plan.plan
+    assert as_plan.PRESETS is PRESETS and as_trace.combine.__module__.startswith("fullshard.trace")
+
+
+def test_a_notebook_shows_the_text() -> None:
+    found = of_layers()
+    text = found._repr_html_()
+    assert text.startswith("<pre>") and text.endswith("</pre>")
+    assert html.unescape(text.removeprefix("<pre>").removesuffix("</pre>")) == str(found)
 
 
 def test_traffic_is_that_of_the_arithmetic() -> None:

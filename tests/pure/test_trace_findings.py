@@ -11,11 +11,12 @@ from fullshard.trace.findings import (
     findings,
     missed_guesses,
     stragglers,
+    tiny_units,
     unequal_units,
 )
 from fullshard.trace.shortage import ways
 from fullshard.trace.summary import first_difference
-from tests.pure.trace_files import MB, action, rank_file, step, unit
+from tests.pure.trace_files import MB, action, rank_file, step, total, unit
 
 BUDGET = "set_prefetch_budget({})"
 
@@ -66,6 +67,41 @@ def test_many_exposed_units_are_told_in_one_line() -> None:
     told = exposed(rank_file(steps=[step(actions=actions)], units=units), "gather")
     assert len(told) == 4
     assert told[-1].text == "gathers of 5 more units are exposed, 10 ms a step together"
+    assert told[-1].cost_s == pytest.approx(0.01)
+
+
+def test_one_value_is_given_for_one_call() -> None:
+    work = [["forward", n, 0.01 * n, 0.01] for n in range(8)]
+    actions = [action("unshard", n, 0.01 * n - 0.005) for n in range(2, 8)]
+    actions += [action("wait", n, 0.01 * n, 0.001 * n) for n in range(2, 8)]
+    units = [unit(f"blocks.{n}", (40 if n == 3 else 32) * MB) for n in range(8)]
+    ranks = rank_file(steps=[step(work=work, actions=actions)], units=units)
+    (found,) = exposed(ranks, "gather")
+    assert found.text == (
+        "gathers of 6 units exposed 27 ms a step, most in blocks.7 (7 ms), blocks.6 (6 ms), "
+        "blocks.5 (5 ms), the budget holds one unit ahead; one more would hide it and cost 40 MB"
+    )
+    assert found.change == BUDGET.format(120 * MB)
+    assert found.cost_s == pytest.approx(0.027)
+
+
+def test_many_small_units_are_the_first_cause() -> None:
+    units = [unit(f"blocks.{n}", 38_000) for n in range(102)]
+    waits = [{"gathers": 2, "gather": total(0.0005, 1), "reduction": total()} for _ in units]
+    one = rank_file(units=units, totals=waits)
+    found, *_ = findings([one])
+    assert found.text == (
+        "102 units of 38 kB in the median: computation waits 51 ms a step for their gathers and "
+        "reductions, and most of that is the time that any message takes"
+    )
+    assert found.change == (
+        "put neighbouring blocks into one unit: "
+        "shard_blocks(model, plan=fullshard.Choice(blocks_per_unit=8))"
+    )
+    large = [unit(f"blocks.{n}", 2 * MB) for n in range(102)]
+    assert findings([rank_file(units=large, totals=waits)]) == []
+    assert tiny_units(rank_file(units=units[:7], totals=waits[:7])) == []
+    assert tiny_units(rank_file(units=units, totals=waits, steps=[step(duration_s=1.0)])) == []
 
 
 def reduced(at_s: float) -> Any:

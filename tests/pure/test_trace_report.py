@@ -183,6 +183,30 @@ def test_ranks_with_other_units_do_not_count_in_the_table() -> None:
     assert (rows[0]["name"], rows[0]["exposed_s"]) == ("blocks.0", 0.02)
 
 
+def test_the_last_step_and_the_slowest_ones_can_be_looked_at() -> None:
+    steps = [busy_step(n) | {"duration_s": 0.1 + 0.01 * (n % 5)} for n in range(1, 8)]
+    ranks = [rank_file(rank, steps=steps) for rank in range(2)]
+    ranks[1]["steps"] = ranks[1]["steps"][:3] + ranks[1]["steps"][4:]  # it did not keep step 4
+    found = summarize(ranks)
+    assert found["memory"]["step"] == 7
+    assert [one["memory"]["step"] for one in found["others"]] == [3, 2, 1]
+    assert all(len(one["lanes"]) == 2 for one in found["others"])
+    assert summarize([short_rank()])["others"] == []
+
+
+def test_means_leave_out_the_first_step() -> None:
+    found = summarize([rank_file(world=1, first_s=0.9)])["steps"]
+    assert (found["count"], found["mean_s"], found["first_s"]) == (2, 0.1, 0.9)
+
+
+def test_a_file_of_an_earlier_version_has_a_report(folder: Path) -> None:
+    old = busy_ranks()[0]
+    del old["about"], old["first_s"]
+    rankfile.write(folder / "trace", 0, old)
+    found = report.combine(folder).summary
+    assert found["about"] == {"wall_ns": 10**18} and found["steps"]["count"] == 2
+
+
 def test_a_trace_without_a_step_has_a_report() -> None:
     rank = rank_file(world=1)
     rank |= {"steps": []}

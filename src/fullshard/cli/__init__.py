@@ -13,6 +13,7 @@ from fullshard.cli.doctor import doctor_command
 from fullshard.cli.planning import plan_command
 from fullshard.cli.runs import export_command, generate_command
 from fullshard.cli.tracing import trace_command
+from fullshard.cli.translating import translate_command
 from fullshard.train.job import GroupedCommand, GroupedCommands, run_app, train_command
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app.command("generate", cls=GroupedCommand)(generate_command)
 app.command("plan", cls=GroupedCommand)(plan_command)
 app.command("doctor", cls=GroupedCommand)(doctor_command)
 app.command("trace", cls=GroupedCommand)(trace_command)
+app.command("translate", cls=GroupedCommand)(translate_command)
 app.add_typer(checkpoints.app, name="checkpoint")
 
 

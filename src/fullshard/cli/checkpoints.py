@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from fullshard.checkpoint import (
     CheckpointInfo,
@@ -26,6 +24,7 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.plan import in_bytes
 from fullshard.train.job import GroupedCommand, GroupedCommands
 from fullshard.train.run import RunDir, read_best
+from fullshard.train.showing import showing_progress
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -94,9 +93,8 @@ def verify_command(path: Root, *, as_json: AsJson = False) -> None:
     Of a folder of checkpoints all that are in it are read.
     """
     found: dict[str, list[str]] = {}
-    console = Console(stderr=True, markup=False)
-    for folder in _folders(_of_run(_place(path))):
-        with console.status(f"reading {folder}"):
+    with showing_progress():
+        for folder in _folders(_of_run(_place(path))):
             found[str(folder)] = list(faults(folder))
     if as_json:
         print_json(found)
@@ -118,7 +116,8 @@ def diff_command(
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints, however their tensors are cut; exit code 1 if they differ."""
-    found = dict(differences(path, other))
+    with showing_progress():
+        found = dict(differences(path, other))
     if as_json:
         print_json(found)
     for name, what in () if as_json else found.items():
@@ -143,17 +142,8 @@ def convert_command(
     ] = None,
 ) -> None:
     """Write a checkpoint in another format; nothing that is read can run code."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("tensors", total=None)
-        convert(
-            source,
-            target,
-            to=to,
-            step=step,
-            leave_out=leave_out or (),
-            told=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with showing_progress():
+        convert(source, target, to=to, step=step, leave_out=leave_out or ())
     print(f"{target} is written")
 
 

@@ -23,6 +23,7 @@ from fullshard.train.config import HF, SIZES, Dtype, LayoutName, OptimizerName, 
 from fullshard.train.job import flag, plan_of
 from fullshard.train.loop import layout_of, policy_of, wire_of
 from fullshard.train.published import PUBLISHED
+from fullshard.train.showing import showing_progress
 
 _Model = Annotated[
     str,
@@ -126,12 +127,14 @@ def plan_command(
             options["layout"] = layout_of(config)
         if reshard is not None:
             options["reshard_after_forward"] = None if reshard else False
-        found = _plan_function(_function(model), config, options)
+        with showing_progress():
+            found = _plan_function(_function(model), config, options)
     else:
         if budget is not None and (mesh or layout or reshard is not None):
             raise ConfigError("--budget chooses --mesh, --layout and --reshard: leave them out")
         config = replace(config, model=model, replicas=sizes.get("replicate", 1))
-        found = _plan_config(config, sizes, options)
+        with showing_progress():
+            found = _plan_config(config, sizes, options)
     print(json.dumps(found.as_json(), indent=1) if as_json else found)
     if picture is not None:
         draw_plan(found, picture)

@@ -11,6 +11,7 @@ import typer
 from fullshard.errors import ConfigError
 from fullshard.train.config import SaveDtype
 from fullshard.train.job import FinishedRun
+from fullshard.train.showing import showing_progress
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, such as runs/mine.")]
 _Step = Annotated[int | None, typer.Option(help="Checkpoint of this step; default: the newest.")]
@@ -32,7 +33,8 @@ def export_command(
     """Write the model of a run, or its adapters, in the format of Hugging Face libraries."""
     found = FinishedRun.at(run)
     checkpoint = found.checkpoint(step=step, best=best)
-    found.export(checkpoint, folder, dtype)
+    with showing_progress():
+        found.export(checkpoint, folder, dtype)
     what = "model" if found.config.lora is None or found.config.merge else "adapters"
     print(f"{folder} holds the {what} of {checkpoint}")
 
@@ -54,4 +56,8 @@ def generate_command(
         raise ConfigError(f"--temperature is {temperature:g}, it must be at least 0")
     found = FinishedRun.at(run)
     checkpoint = found.checkpoint(step=step, best=best)
-    print(found.continued(checkpoint, text, num_tokens=tokens, temperature=temperature, seed=seed))
+    with showing_progress():
+        written = found.continued(
+            checkpoint, text, num_tokens=tokens, temperature=temperature, seed=seed
+        )
+    print(written)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 
-__all__ = ["counted", "in_bytes", "listed", "named_ranks"]
+__all__ = ["counted", "in_bytes", "in_notebook", "listed", "named_ranks"]
 
 
 def named_ranks(ranks: Sequence[int], *, most: int = 8) -> str:
@@ -21,6 +22,11 @@ def listed(names: Sequence[object], most: int) -> str:
 def counted(number: int, noun: str) -> str:
     """Return words such as "1 step" or "2 steps"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def in_notebook(shown: object) -> str:
+    """Return the text of an object as HTML, with its lines and columns as they are."""
+    return f"<pre>{html.escape(str(shown))}</pre>"
 
 
 def in_bytes(nbytes: float) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import default_mesh
-from fullshard.comm.text import in_bytes
+from fullshard.comm.text import in_bytes, in_notebook
 from fullshard.engine import OffloadPolicy, WirePolicy
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.checks import as_modules, has_forward
@@ -107,6 +107,9 @@ class ChosenUnits:
             f"{name:{names}}  {kind:{kinds}}  {size:>{max(sizes, 15)}}  {why}"
             for name, kind, size, why in rows
         )
+
+    def _repr_html_(self) -> str:
+        return in_notebook(self)
 
 
 def _is_next(one: ChosenUnit, other: ChosenUnit, alike: bool = False) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from fullshard.comm.text import in_notebook
 from fullshard.device import LaneSpan
 from fullshard.frontend import Choice
 from fullshard.plan.hardware import Hardware
@@ -184,6 +185,9 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        return in_notebook(self)
 
     def _lines(self) -> Iterator[str]:
         ranks = " x ".join(f"{name} {size}" for name, size in self.mesh.items())

@@ -23,6 +23,7 @@ from fullshard.plan.measuring import measure as measure_step
 from fullshard.plan.plan import Plan
 from fullshard.plan.search import Search
 from fullshard.plan.values import Unknown
+from fullshard.progress import Operation
 from fullshard.tensors import find_tensors
 
 
@@ -110,10 +111,11 @@ def plan(
         reduces_once=reduces_once,
     )
     device = device_at_hand(machine.device) if measure else None
+    work = Operation("planning", unit="choices")
     if budget_nbytes is None:
         found = _plan(job)
     else:
-        found, job = _search(job, options, is_free=mesh is None, target_s=target_s)
+        found, job = _search(job, options, work, is_free=mesh is None, target_s=target_s)
     return found if device is None else replace(found, measured=measure_step(job, device))
 
 
@@ -123,7 +125,7 @@ def _plan(job: Job) -> Plan:
 
 
 def _search(
-    job: Job, options: dict[str, Any], *, is_free: bool, target_s: float | None
+    job: Job, options: dict[str, Any], work: Operation, *, is_free: bool, target_s: float | None
 ) -> tuple[Plan, Job]:
     """Choose the options missing in ``options``, and the replicas if the mesh ``is_free``."""
     fixed = {name for name in CHOSEN if name in options}
@@ -146,8 +148,15 @@ def _search(
 
     reach = job.hardware.links[0].reach if job.hardware.links else None
     nodes = world // reach if reach else 1
+
+    def plan_for(choice: Choice) -> Plan:
+        try:
+            return _plan(job_for(choice))
+        finally:
+            work.add(1)
+
     found = Search(
-        lambda choice: _plan(job_for(choice)),
+        plan_for,
         start,
         fixed=fixed,
         num_blocks=num_blocks(job.model, options.get("policy")),

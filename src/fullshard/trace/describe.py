@@ -42,6 +42,7 @@ def resting(unit: Unit) -> dict[str, int]:
 def history_as_json(history: History, origin_s: float) -> dict[str, Any]:
     """Return sums and steps, with times in seconds since ``origin_s``."""
     return {
+        "first_s": history.first_s,
         "spent": {kind.value: one.as_json() for kind, one in history.spent.items()},
         "totals": [
             {

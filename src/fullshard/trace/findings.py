@@ -24,6 +24,9 @@ STRAGGLES = 0.05
 """The difference of waits, as a share of a step, above which one rank delays the others."""
 LARGE, SMALL = 4.0, 1 / 8
 """Multiples of the median size beyond which a unit is far larger or far smaller."""
+TINY_NBYTES, TINY_SHARE, NUM_TINY = 10**6, 0.1, 8
+"""Units are too small if there are as many, and of such a median size, and computation waits for
+them for this share of a step."""
 
 
 class Finding(NamedTuple):
@@ -49,6 +52,7 @@ class _Exposed(NamedTuple):
 def findings(ranks: Sequence[Rank]) -> list[Finding]:
     """Return all findings, the most expensive first."""
     found = [
+        *tiny_units(ranks[0]),
         *exposed(ranks[0], "gather"),
         *exposed(ranks[0], "reduction"),
         *missed_guesses(ranks[0]),
@@ -75,49 +79,103 @@ def took_s(action: Sequence[Any]) -> float:
     return float(action[3] if action[5] is None else action[5])
 
 
+def tiny_units(rank: Rank) -> list[Finding]:
+    """Return a finding if many small units wait: each message takes longer than its bytes do."""
+    sizes = [one["unsharded_nbytes"] for one in rank["units"] if one["unsharded_nbytes"]]
+    waits_s = waited_s(rank)
+    if len(sizes) < NUM_TINY or waits_s < TINY_SHARE * mean_step_s(rank):
+        return []
+    median = statistics.median(sizes)
+    if median >= TINY_NBYTES or waits_s == 0.0:
+        return []
+    blocks = next((n for n in (2, 4) if n * median >= TINY_NBYTES), 8)
+    text = (
+        f"{len(sizes)} units of {in_bytes(median)} in the median: computation waits "
+        f"{in_seconds(waits_s)} a step for their gathers and reductions, and most of that is the "
+        "time that any message takes"
+    )
+    change = (
+        "put neighbouring blocks into one unit: "
+        f"shard_blocks(model, plan=fullshard.Choice(blocks_per_unit={blocks}))"
+    )
+    return [Finding("size", None, text, change, waits_s)]
+
+
 def exposed(rank: Rank, kind: str) -> list[Finding]:
-    """Return the units for whose gathers, or reductions, computation waits."""
+    """Return the units for whose gathers, or reductions, computation waits.
+
+    One finding has those that a larger budget could hide, as it is set once for the model.
+    """
     of_step, told_of = _EXPOSED[kind]
     found = [one for one in _mean(map(of_step, rank["steps"])) if _counts(rank, one)]
+    hidable = [one for one in found if one.hidden_s > 0]
+    alone = [one for one in found if one.hidden_s <= 0]
     return [
-        *(told_of(rank, one) for one in found[:NUM_NAMED]),
-        *_the_rest(kind, found[NUM_NAMED:]),
+        *([told_of(rank, hidable)] if hidable else []),
+        *(_alone(rank, kind, one) for one in alone[:NUM_NAMED]),
+        *_the_rest(kind, alone[NUM_NAMED:]),
     ]
 
 
-def _exposed_gather(rank: Rank, one: _Exposed) -> Finding:
-    unit = rank["units"][one.unit]
-    nbytes, name = unit["unsharded_nbytes"], unit["name"]
-    budget = rank["engines"][unit["engine"]]["prefetch_budget"]
-    said = f"{name}: gather exposed {in_seconds(one.exposed_s)} a step"
-    if one.hidden_s <= 0:
-        text = f"{said}; nothing runs before it that could hide it"
-        change = f"let less be in {name}, or let its gather begin earlier by unshard(async_op=True)"
-        return Finding("gather", name, text, change, one.exposed_s)
-    holds = (
-        "one unit ahead" if budget is None else f"{in_bytes(budget)}, {budget // max(1, nbytes)}"
+def _named(rank: Rank, kind: str, found: Sequence[_Exposed]) -> str:
+    """Return words such as "block.1: gather exposed 1 ms a step", with the most exposed units."""
+    total_s = sum(one.exposed_s for one in found)
+    named = [(rank["units"][one.unit]["name"], one.exposed_s) for one in found[:NUM_NAMED]]
+    if len(found) == 1:
+        return f"{named[0][0]}: {kind} exposed {in_seconds(total_s)} a step"
+    most = ", ".join(f"{name} ({in_seconds(seconds)})" for name, seconds in named)
+    return f"{kind}s of {len(found)} units exposed {in_seconds(total_s)} a step, most in {most}"
+
+
+def _alone(rank: Rank, kind: str, one: _Exposed) -> Finding:
+    """Return the finding of a unit that no budget can hide."""
+    name = rank["units"][one.unit]["name"]
+    why, change = _NOTHING_LEFT[kind]
+    text = f"{_named(rank, kind, [one])}; {why}"
+    return Finding(kind, name, text, change.format(name=name), one.exposed_s)
+
+
+_NOTHING_LEFT = {
+    "gather": (
+        "nothing runs before it that could hide it",
+        "let less be in {name}, or let its gather begin earlier by unshard(async_op=True)",
+    ),
+    "reduction": (
+        "backward is over by then, so nothing is left to hide it",
+        "let less be in {name}, whose reduction is among the last",
+    ),
+}
+
+
+def _exposed_gathers(rank: Rank, found: Sequence[_Exposed]) -> Finding:
+    units = [rank["units"][one.unit] for one in found]
+    nbytes = max(unit["unsharded_nbytes"] for unit in units)
+    budget = rank["engines"][units[0]["engine"]]["prefetch_budget"]
+    total_s, hidden_s = (sum(column) for column in list(zip(*found, strict=True))[1:])
+    holds = "one unit ahead"
+    if budget is not None:
+        holds = f"{in_bytes(budget)}, {budget // max(1, nbytes)} such units"
+    hides = hidden_s >= NEARLY * total_s
+    would = "hide it" if hides else f"hide {in_seconds(hidden_s)} of it at most"
+    text = (
+        f"{_named(rank, 'gather', found)}, the budget holds {holds}; one more would {would} and "
+        f"cost {in_bytes(nbytes)}"
     )
-    holds = f"{holds} such units" if budget is not None else holds
-    hides = one.hidden_s >= NEARLY * one.exposed_s
-    would = "hide it" if hides else f"hide {in_seconds(one.hidden_s)} of it at most"
-    text = f"{said}, the budget holds {holds}; one more would {would} and cost {in_bytes(nbytes)}"
     change = f"set_prefetch_budget({3 * nbytes if budget is None else budget + nbytes})"
-    return Finding("gather", name, text, change, one.exposed_s)
+    return Finding("gather", units[0]["name"], text, change, total_s)
 
 
-def _exposed_reduction(rank: Rank, one: _Exposed) -> Finding:
-    unit = rank["units"][one.unit]
-    nbytes, name = unit["reduction_nbytes"], unit["name"]
-    budget = rank["engines"][unit["engine"]]["reduction_budget"]
-    said = f"{name}: reduction exposed {in_seconds(one.exposed_s)} a step"
-    if one.hidden_s <= 0:
-        text = f"{said}; backward is over by then, so nothing is left to hide it"
-        change = f"let less be in {name}, whose reduction is among the last"
-        return Finding("reduction", name, text, change, one.exposed_s)
+def _exposed_reductions(rank: Rank, found: Sequence[_Exposed]) -> Finding:
+    units = [rank["units"][one.unit] for one in found]
+    nbytes = max(unit["reduction_nbytes"] for unit in units)
+    budget = rank["engines"][units[0]["engine"]]["reduction_budget"]
     holds = "one reduction" if budget is None else in_bytes(budget)
-    text = f"{said}, the budget holds {holds}; one more in flight would cost {in_bytes(nbytes)}"
+    text = (
+        f"{_named(rank, 'reduction', found)}, the budget holds {holds}; one more in flight would "
+        f"cost {in_bytes(nbytes)}"
+    )
     change = f"set_reduction_budget({2 * nbytes if budget is None else budget + nbytes})"
-    return Finding("reduction", name, text, change, one.exposed_s)
+    return Finding("reduction", units[0]["name"], text, change, sum(one.exposed_s for one in found))
 
 
 def missed_guesses(rank: Rank) -> list[Finding]:
@@ -236,7 +294,10 @@ def _reductions(step: Mapping[str, Any]) -> list[_Exposed]:
     ]
 
 
-_EXPOSED = {"gather": (_gathers, _exposed_gather), "reduction": (_reductions, _exposed_reduction)}
+_EXPOSED = {
+    "gather": (_gathers, _exposed_gathers),
+    "reduction": (_reductions, _exposed_reductions),
+}
 
 
 def _the_rest(kind: str, rest: Sequence[_Exposed]) -> list[Finding]:
@@ -244,4 +305,4 @@ def _the_rest(kind: str, rest: Sequence[_Exposed]) -> list[Finding]:
         return []
     total_s = sum(one.exposed_s for one in rest)
     text = f"{kind}s of {len(rest)} more units are exposed, {in_seconds(total_s)} a step together"
-    return [Finding(kind, None, text, "see the table of units", rest[0].exposed_s)]
+    return [Finding(kind, None, text, "see the table of units", total_s)]

@@ -158,6 +158,8 @@ class History:
         units: sums of each unit.
         missed: number of times that each guess was wrong.
         spent: durations by kind of segment.
+        first_s: seconds of the first step, which the sums leave out if there are others; it
+            allocates memory, and compiles.
         last: the segment added last, of any kind.
     """
 
@@ -165,6 +167,8 @@ class History:
         self.units = [UnitSums() for _ in range(num_units)]
         self.missed: Counter[Missed] = Counter()
         self.spent = {kind: Sum() for kind in SegmentKind}
+        self.first_s: float | None = None
+        self._num_steps = 0
         self.last: KeptSegment | None = None
         self._clock = clock
         self._recent: deque[KeptSegment] = deque(maxlen=keep)
@@ -191,13 +195,19 @@ class History:
         return [steps[number] for number in sorted(steps)]
 
     def _take(self, segment: TapeSegment) -> None:
+        is_step = segment.kind is SegmentKind.STEP
+        self._num_steps += is_step
+        if is_step and self._num_steps == 2:
+            self.first_s = self.spent[SegmentKind.STEP].total_s
+            self.spent[SegmentKind.STEP] = Sum()
+            self.units = [UnitSums() for _ in self.units]
         self.spent[segment.kind].add(segment.end_s - segment.start_s)
         self._clock = self._clock.moved_to(segment.entries)
         missed = self._add_up(segment)
         self.missed.update(missed)
-        number = self.spent[SegmentKind.STEP].count + (segment.kind is not SegmentKind.STEP)
+        number = self._num_steps + (not is_step)
         self.last = kept = KeptSegment(number, segment, self._clock, missed)
-        if segment.kind is SegmentKind.STEP:
+        if is_step:
             self._keep(kept)
 
     def _add_up(self, segment: TapeSegment) -> list[Missed]:

@@ -14,7 +14,9 @@ from fullshard.trace.spans import LANES, spans
 MOST_RANKS = 8
 """Number of ranks whose lanes are shown: the first ones, and the one that waits least."""
 MOST_SPANS = 2_000
-"""Number of spans of one lane that are shown, the longest ones."""
+"""Number of spans of one lane that are shown, the longest ones; a fourth in the other steps."""
+NUM_OTHERS = 3
+"""Number of slowest steps that are shown besides the last one."""
 MOST_POINTS = 1_000
 """Number of moments of memory that are shown, each the peak of its neighbourhood."""
 
@@ -22,7 +24,8 @@ MOST_POINTS = 1_000
 def summarize(ranks: Sequence[Rank]) -> dict[str, Any]:
     """Return the summary of a trace, as values of JSON with a bounded size."""
     first = ranks[0]
-    step = _shown_step(ranks)
+    shown = _shown_steps(ranks)
+    step, others = (shown[0] if shown else None), shown[1:]
     short = next((one for one in ranks if one["shortage"] is not None), None)
     there = {one["rank"] for one in ranks}
     return {
@@ -30,13 +33,22 @@ def summarize(ranks: Sequence[Rank]) -> dict[str, Any]:
         "world": first["world"],
         "missing_ranks": [rank for rank in range(first["world"]) if rank not in there],
         "device": first["device"],
+        "about": first.get("about", {}) | {"wall_ns": first["started"]["wall_ns"]},
         "ranks": [_rank(one) for one in ranks],
         "steps": _steps(first),
         "units": units(ranks),
         "findings": [one._asdict() for one in findings(ranks)],
         "memory": memory(short or first, step),
-        "lanes": _lanes(ranks, step),
+        "lanes": _lanes(ranks, step, MOST_SPANS),
         "plan": _compared(first, step),
+        "others": [
+            {
+                "memory": memory(first, other),
+                "lanes": _lanes(ranks, other, MOST_SPANS // 4),
+                "plan": _compared(first, other),
+            }
+            for other in others
+        ],
         "shortage": None if short is None else _shortage(short),
     }
 
@@ -46,7 +58,7 @@ def _rank(rank: Rank) -> dict[str, Any]:
     return {
         "rank": rank["rank"],
         "host": rank["host"],
-        "steps": rank["spent"]["step"]["count"],
+        "steps": _num_steps(rank),
         "step_s": step_s,
         "waited_s": waits_s,
         "most_s": rank["spent"]["step"]["most_s"],
@@ -58,7 +70,8 @@ def _steps(rank: Rank) -> dict[str, Any]:
     slowest = sorted(kept, key=lambda one: -one["duration_s"])[:3]
     evaluation, part = rank["spent"]["evaluation"], rank["spent"]["part"]
     return {
-        "count": rank["spent"]["step"]["count"],
+        "count": _num_steps(rank),
+        "first_s": rank.get("first_s"),
         "mean_s": mean_step_s(rank),
         "kept": [one["number"] for one in kept],
         "slowest": slowest,
@@ -66,6 +79,12 @@ def _steps(rank: Rank) -> dict[str, Any]:
         "evaluation_s": evaluation["total_s"],
         "parts": part["count"],
     }
+
+
+def _num_steps(rank: Rank) -> int:
+    """Return the number of complete steps, with the first one, which the sums leave out."""
+    count: int = rank["spent"]["step"]["count"]
+    return count + (rank.get("first_s") is not None)
 
 
 def units(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
@@ -108,10 +127,14 @@ def _exposed(ranks: Sequence[Rank], unit: int, kind: str) -> tuple[float, float]
     return sum(a_step) / len(ranks), max((one["most_s"] for _, one in of), default=0.0)
 
 
-def _shown_step(ranks: Sequence[Rank]) -> int | None:
-    """Return the number of the last step that all ranks kept in full."""
+def _shown_steps(ranks: Sequence[Rank]) -> list[int]:
+    """Return steps that all ranks kept in full: the last one, and the slowest of the others."""
     common = set.intersection(*({one["number"] for one in rank["steps"]} for rank in ranks))
-    return max(common, default=None)
+    if not common or any(rank["shortage"] is not None for rank in ranks):
+        return sorted(common)[-1:]
+    durations = {one["number"]: one["duration_s"] for one in ranks[0]["steps"]}
+    last = max(common)
+    return [last, *sorted(common - {last}, key=lambda number: -durations[number])[:NUM_OTHERS]]
 
 
 def step_of(rank: Rank, number: int | None) -> Mapping[str, Any] | None:
@@ -183,7 +206,7 @@ def _planned(rank: Rank, kinds: Iterable[str], duration_s: float) -> dict[str, A
     }
 
 
-def _lanes(ranks: Sequence[Rank], number: int | None) -> list[dict[str, Any]]:
+def _lanes(ranks: Sequence[Rank], number: int | None, most_spans: int) -> list[dict[str, Any]]:
     least = min(ranks, key=waited_s)
     shown = list(ranks[:MOST_RANKS])
     if least not in shown:
@@ -194,21 +217,23 @@ def _lanes(ranks: Sequence[Rank], number: int | None) -> list[dict[str, Any]]:
         {
             "rank": rank["rank"],
             "duration_s": step["duration_s"],
-            "lanes": _rows(rank, step, rank["shift_s"] + step["start_s"] - first_s),
+            "lanes": _rows(rank, step, rank["shift_s"] + step["start_s"] - first_s, most_spans),
         }
         for rank, step in steps
     ]
 
 
-def _rows(rank: Rank, step: Mapping[str, Any], shift_s: float) -> dict[str, list[list[Any]]]:
+def _rows(
+    rank: Rank, step: Mapping[str, Any], shift_s: float, most_spans: int
+) -> dict[str, list[list[Any]]]:
     rows: dict[str, list[list[Any]]] = {lane: [] for lane in LANES}
     for span in spans(step):
         name = rank["units"][span.unit]["name"]
         start_s = round(span.start_s + shift_s, 7)
         rows[span.lane].append([start_s, round(span.took_s, 7), span.what, name])
     for lane, row in rows.items():
-        if len(row) > MOST_SPANS:
-            longest = sorted(row, key=lambda one: -one[1])[:MOST_SPANS]
+        if len(row) > most_spans:
+            longest = sorted(row, key=lambda one: -one[1])[:most_spans]
             rows[lane] = sorted(longest, key=lambda one: one[0])
     return rows
 

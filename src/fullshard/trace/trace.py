@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard._version import __version__
 from fullshard.device import Lane
 from fullshard.engine import Engine
 from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError
@@ -95,7 +98,21 @@ class Trace:
         if run is None:
             raise ProtocolError("trace: stop() of a trace that does not run; call start() first")
         found = run.end(error)
-        return rankfile.write(self.folder, found["rank"], {**found, "plan": self._plan})
+        found |= {"about": self._about(run), "plan": self._plan}
+        return rankfile.write(self.folder, found["rank"], found)
+
+    def _about(self, run: _Run) -> dict[str, Any]:
+        """Return what tells this run from others."""
+        buckets = [bucket for unit in run.units for bucket in unit.buckets]
+        dtypes = (one.spec.param_dtype or one.sharded_params[0].dtype for one in buckets)
+        return {
+            "folder": str(self.folder.resolve()),
+            "model": type(self._model).__name__,
+            "num_parameters": sum(param.numel() for param in self._model.parameters()),
+            "dtypes": list(dict.fromkeys(str(one).removeprefix("torch.") for one in dtypes)),
+            "command": shlex.join(sys.argv),
+            "versions": {"fullshard": __version__, "torch": torch.__version__},
+        }
 
     def __enter__(self) -> Trace:
         """Start."""

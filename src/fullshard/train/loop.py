@@ -45,6 +45,7 @@ from fullshard.train.run import (
     stopping,
     tracker_of,
 )
+from fullshard.train.showing import showing_progress
 from fullshard.train.tune import add_adapters, conversions, quantize_linears
 from fullshard.train.world import HostRows, World
 
@@ -77,10 +78,11 @@ def train(
     If any worker gets SIGTERM or SIGINT, all workers save and end after the current step.
     """
     run = RunDir(Path(config.out))
-    trainer = Trainer(config, text, world, life)
-    if not config.resume:
-        trainer.saves.forget(world)
-    first = trainer.resume(run)
+    with showing_progress(enabled=world.is_first):
+        trainer = Trainer(config, text, world, life)
+        if not config.resume:
+            trainer.saves.forget(world)
+        first = trainer.resume(run)
     with (
         Reporter(
             first=first,

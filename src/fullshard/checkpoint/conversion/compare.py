@@ -19,6 +19,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.loading import Reader, WantedPart
 from fullshard.layout.region import whole
+from fullshard.progress import Operation
 
 
 def differences(path: AnyPlace, other: AnyPlace) -> Iterator[tuple[str, str]]:
@@ -31,6 +32,8 @@ def differences(path: AnyPlace, other: AnyPlace) -> Iterator[tuple[str, str]]:
     """
     paths = (place_of(path), place_of(other))
     one, two = map(read_manifest, paths)
+    nbytes = sum(file.nbytes for own in (one, two) for file in own.files)
+    work = Operation(f"comparing {paths[0].name} and {paths[1].name}", nbytes)
     for name in dict.fromkeys((*one.names(), *two.names())):
         if name not in one or name not in two:
             yield name, f"only in {paths[0] if name in one else paths[1]}"
@@ -40,6 +43,7 @@ def differences(path: AnyPlace, other: AnyPlace) -> Iterator[tuple[str, str]]:
             yield name, " and ".join(kinds)
             continue
         a, b = (whole_tensor(at, its, name) for at, its in zip(paths, (one, two), strict=True))
+        work.add(a.nbytes + b.nbytes)
         if not torch.equal(bytes_of(a), bytes_of(b)):
             differ = (bytes_of(a).view(-1, a.itemsize) != bytes_of(b).view(-1, a.itemsize)).any(1)
             wide = torch.complex128 if a.is_complex() else torch.float64

@@ -45,8 +45,7 @@ from fullshard.checkpoint.format import (
     unfinished_at,
 )
 from fullshard.errors import CheckpointError, ConfigError
-
-Told = Callable[[int, int], object]
+from fullshard.progress import Operation
 
 
 def convert(
@@ -56,7 +55,6 @@ def convert(
     to: str = "fullshard",
     step: int | None = None,
     leave_out: Collection[str] = (),
-    told: Told = lambda done, total: None,
 ) -> None:
     """Write the checkpoint ``source`` in another format to ``target``; for one process.
 
@@ -73,7 +71,6 @@ def convert(
             the last two "model" and "optim" are as ``get_state_dict`` of PyTorch returns them.
         step: the step of the training; None: what ``source`` says, 0 if it says nothing.
         leave_out: keys of ``source``, a file or folder of PyTorch, that are not converted.
-        told: called with the bytes that are done and their total, now and then.
 
     Raises:
         ConfigError: the arguments do not fit the source. Nothing was written.
@@ -99,16 +96,10 @@ def convert(
     found.step = found.step if step is None else step
     if to == "fullshard":
         found.tie()
-    total = found.nbytes
-    done = [0]
-
-    def more(nbytes: int) -> None:
-        done[0] += nbytes
-        told(done[0], total)
-
+    work = Operation(f"converting {source.name}", found.nbytes)
     try:
         with _appearing(target) as unfinished:
-            _WRITERS[to](found, unfinished, more)
+            _WRITERS[to](found, unfinished, work.add)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written ({error})") from error
 

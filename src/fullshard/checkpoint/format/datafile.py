@@ -17,7 +17,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -409,8 +409,15 @@ class DataFile:
                 )
             block += 1
 
-    def verify(self, expected: Mapping[str, FilePart]) -> Iterator[str]:
-        """Read all data; yield what is wrong with each tensor, ``expected`` or not."""
+    def verify(
+        self, expected: Mapping[str, FilePart], read: Callable[[int], None] | None = None
+    ) -> Iterator[str]:
+        """Read all data; yield what is wrong with each tensor, ``expected`` or not.
+
+        Args:
+            expected: the tensors that should be in the file.
+            read: called with the bytes of each piece that was read.
+        """
         for name in dict.fromkeys((*expected, *self._stored)):
             try:
                 if name in expected or not name.startswith(PADDING):
@@ -420,6 +427,8 @@ class DataFile:
                 for start in range(0, nbytes, CHUNK_NBYTES):
                     size = min(CHUNK_NBYTES, nbytes - start)
                     self.read(name, start, torch.empty(size, dtype=torch.uint8))
+                    if read is not None:
+                        read(size)
             except CheckpointError as error:
                 yield str(error)
 

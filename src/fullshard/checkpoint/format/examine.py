@@ -33,6 +33,7 @@ from fullshard.checkpoint.format.places import (
     place_of,
 )
 from fullshard.errors import CheckpointError
+from fullshard.progress import Operation
 
 LATEST = "latest"
 UNFINISHED = ".unfinished-"
@@ -234,8 +235,9 @@ def faults(path: AnyPlace) -> Iterator[str]:
     except CheckpointError as error:
         yield str(error)
         return
+    work = Operation(f"verifying {path.name}", sum(file.nbytes for file in manifest.files))
     for info in manifest.files:
-        yield from _wrong(path, info, manifest)
+        yield from _wrong(path, info, manifest, work.add)
     known = {MANIFEST, *(file.name for file in manifest.files)}
     if isinstance(path, ObjectUrl):  # those of other saves of this step do no harm
         pattern = re.compile(f"{DATA_OBJECT.pattern}|{ASIDE_OBJECT.pattern}")
@@ -289,15 +291,17 @@ def look(path: Place, *, first: int, every: int) -> Looked:
     return Looked(digest, len(manifest.files), intact, damaged, problem)
 
 
-def _wrong(path: Place, info: FileInfo, manifest: Manifest) -> Iterator[str]:
-    """Yield what is wrong with a data file."""
+def _wrong(
+    path: Place, info: FileInfo, manifest: Manifest, read: Callable[[int], None] | None = None
+) -> Iterator[str]:
+    """Yield what is wrong with a data file; call ``read`` with the bytes of each piece."""
     try:
         file = DataFile(in_folder(path)(info), info)
     except CheckpointError as error:
         yield str(error)
         return
     with file:
-        yield from file.verify(manifest.parts_in(info))
+        yield from file.verify(manifest.parts_in(info), read)
 
 
 def in_folder(path: Place) -> Callable[[FileInfo], Bytes]:

@@ -41,6 +41,7 @@ from fullshard.checkpoint.state import (
 )
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.progress import Operation
 from fullshard.tensors import is_on_one_rank
 
 
@@ -103,8 +104,11 @@ def load_from(
     def prepare() -> dict[str, Any]:
         own = read_manifest(path) if manifest is None else manifest
         target = Target(own, model, optimizer, strict=strict)
-        reader = Reader(opened, own, target.wanted, rank=council.rank, world=council.world)
-        found.extend((target, reader, described(path, own)))
+        work = Operation(f"loading {path.name}", target.nbytes)
+        reader = Reader(
+            opened, own, target.wanted, rank=council.rank, world=council.world, work=work
+        )
+        found.extend((target, reader, work, described(path, own)))
         state = "None" if optimizer is None else "an optimizer"
         return {
             "model": digest_of("\n".join(target.names).encode()),
@@ -114,14 +118,14 @@ def load_from(
         }
 
     exchanged = council.agree(prepare, _exchanged)
-    target, reader, info = found
+    target, reader, work, info = found
     kept = council.agree(lambda: reader.kept_of(exchanged), list) if exchanged else []
 
     def read() -> None:
         with reader:
             reader.read(exchanged, kept)
         for wanted in target.again:
-            with Reader(opened, reader.manifest, wanted) as alone:
+            with Reader(opened, reader.manifest, wanted, work=work) as alone:
                 alone.read([])
         target.convert()
 
@@ -184,6 +188,12 @@ class Target:
             self._add_optimizer(optimizer)
         if self._problems:
             raise ConfigError("it does not fit; " + "; ".join(self._problems))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all that this rank loads."""
+        parts = (part for wanted in (self.wanted, *self.again) for part in wanted.values())
+        return sum(part.memory.nbytes for part in parts)
 
     @property
     def names(self) -> list[str]:

@@ -28,6 +28,7 @@ from fullshard.checkpoint.format import (
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.errors import CheckpointError
 from fullshard.layout.region import Overlap, Region
+from fullshard.progress import Operation
 
 _TOLERATED = 1.05
 """Bytes read for each byte kept above which ranks exchange a tensor."""
@@ -69,6 +70,7 @@ class Reader:
         manifest: of the checkpoint.
         wanted: what this rank needs, by the names of tensors.
         rank, world: of those who read together.
+        work: counts the bytes of ``wanted`` that are filled.
 
     Attributes:
         nbytes_read: bytes of tensors read from files so far.
@@ -82,12 +84,14 @@ class Reader:
         *,
         rank: int = 0,
         world: int = 1,
+        work: Operation | None = None,
     ) -> None:
         self._opened = opened
         self.manifest = manifest
         self._wanted = wanted
         self._rank = rank
         self._world = world
+        self._work = work
         self._files: dict[str, DataFile] = {}
         self._filled = dict.fromkeys(wanted, 0)
         self._buffer = torch.empty(_CHUNK_NBYTES, dtype=torch.uint8)
@@ -190,11 +194,16 @@ class Reader:
         if len(found) == 1 and found[0].is_flat and found[0].numel * size == run.nbytes:
             start = found[0].other_offset * size
             self._read(run, memory.view(torch.uint8)[start : start + run.nbytes])
-            self._filled[run.name] += found[0].numel
+            self._count(run.name, found[0].numel)
         else:
             data = self._buffer[: run.nbytes]
             self._read(run, data)
             self._use(run, data)
+
+    def _count(self, name: str, numel: int) -> None:
+        self._filled[name] += numel
+        if self._work is not None:
+            self._work.add(numel * self._wanted[name].memory.element_size())
 
     def _overlaps(self, run: _Run) -> Iterator[Overlap]:
         """Yield what is wanted of the elements in ``run``."""
@@ -213,7 +222,7 @@ class Reader:
             target = memory.as_strided(one.sizes, one.other_strides, one.other_offset)
             at = values.storage_offset() + one.offset
             target.copy_(values.as_strided(one.sizes, one.strides, at))
-            self._filled[run.name] += one.numel
+            self._count(run.name, one.numel)
 
     def _batches(self, exchanged: Sequence[str], parts: Sequence[float]) -> Iterator[list[_Run]]:
         """Yield all blocks of the ``exchanged`` tensors, a limited number of bytes at a time."""

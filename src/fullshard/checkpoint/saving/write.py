@@ -23,6 +23,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.device import HostReader, host_tensor
 from fullshard.errors import ProtocolError
+from fullshard.progress import Operation
 
 Kinds = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 """Dtypes and shapes of parts, by name."""
@@ -106,6 +107,7 @@ class Writing:
         memory: CopyMemory,
     ) -> None:
         self._written = parts.keys()
+        self._work = Operation("saving", sum(part.nbytes for part in parts.values()))
         parts = {**parts, **replicas}
         # Large elements first, so that every tensor is aligned in a file that is written in order.
         names = sorted(parts, key=lambda name: -parts[name].itemsize)
@@ -191,6 +193,7 @@ class Writing:
     def _put_chunks(self, file: DataWriter, pace: Pace, copies: deque[_Chunk]) -> None:
         def put(chunk: _Chunk) -> None:
             file.put(*chunk)
+            self._work.add(chunk.data.nbytes)
             pace.rest(self._is_awaited)
 
         def put_copy() -> None:

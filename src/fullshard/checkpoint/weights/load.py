@@ -33,6 +33,7 @@ from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.ownership import owner_of
 from fullshard.frontend.places import Place
 from fullshard.layout.region import Region, boxes, whole
+from fullshard.progress import Operation
 from fullshard.tensors import local_part, taken_by
 from fullshard.tensors.form import clean_name
 
@@ -210,12 +211,17 @@ class _Target:
             for one in self._lacking:
                 one.fill()
         tree = Tree(self._model, "load_weights")
+        rows = [row for row in tree.rows() if row.name in self.chosen.parts]
+        work = Operation(
+            f"loading {folder.name}", sum(local_part(row.value).nbytes for row in rows)
+        )
         with StoredReader(folder, self._files) as reader, torch.no_grad():
-            for row in tree.rows():
+            for row in rows:
                 if row.name in self._convert:
                     self._fill_converted(row, reader)
-                elif row.name in self.chosen.parts:
-                    _fill(row, self.chosen.parts[row.name], reader)
+                    work.add(local_part(row.value).nbytes)
+                else:
+                    _fill(row, self.chosen.parts[row.name], reader, work)
         tree.rewritten()
 
     def _tie(self) -> None:
@@ -256,7 +262,7 @@ class _Target:
         return torch.empty_like(own, device=device)
 
 
-def _fill(row: Row, parts: Sequence[Stored], reader: StoredReader) -> None:
+def _fill(row: Row, parts: Sequence[Stored], reader: StoredReader, work: Operation) -> None:
     """Read what this rank holds of a tensor, a piece at a time."""
     local, region = part_here(row.value)
     step = max(_BUFFER_NBYTES // local.element_size(), 1)
@@ -272,6 +278,7 @@ def _fill(row: Row, parts: Sequence[Stored], reader: StoredReader) -> None:
             _read(stored, piece, memory, reader)
         if not in_place:
             _put(memory, local, start)
+        work.add(memory.nbytes)
 
 
 def _read(stored: Stored, piece: Region, memory: Tensor, reader: StoredReader) -> None:

@@ -52,6 +52,7 @@ from fullshard.comm.blocking import all_to_all_bytes
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
 from fullshard.layout.region import Overlap, Region
+from fullshard.progress import Operation
 
 ALIGN = 16
 
@@ -413,6 +414,7 @@ class _Writer:
         nbytes = _BUFFER_NBYTES // 2 // min(self._world, len(self._plan.files))
         rounds = [list(self._plan.rounds(rank, nbytes)) for rank in range(self._world)]
         failure: Exception | None = None
+        work = Operation("saving weights", sum(one.nbytes for one in self._plan.tensors))
         for number in range(max(map(len, rounds))):
             batches = [own[number] if number < len(own) else [] for own in rounds]
             shares = [shares_of(self._plan.manifest, batch) for batch in batches]
@@ -423,6 +425,7 @@ class _Writer:
                 self._write(batches[self._rank], shares[self._rank], given)
             except Exception as error:
                 failure = error  # the next round says so
+            work.add(sum(piece.nbytes for batch in batches for piece in batch))
         try:
             self._close()
             self._write_empty_files()

@@ -6,27 +6,23 @@ import hashlib
 import json
 import os
 import shutil
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fullshard.errors import ConfigError
+from fullshard.progress import Operation
 from fullshard.train.data.chats import ChatTokenizer, Sample
 from fullshard.train.data.documents import BadRecords, Document, split
 from fullshard.train.data.tokenizer import PretrainedTokenizer
+from fullshard.train.showing import showing_progress
 
 END = "<|end|>"  # end mark between documents; its id is 0
-_TELL_S = 5.0  # seconds between two lines about progress
 _AT_ONCE = 1024  # documents encoded together; few, because ids in Python lists take much memory
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -66,13 +62,14 @@ def fill_cache(
         tokenizer, end = _tokenizer(unfinished, train, vocab_size, given)
         facts: dict[str, Any] = {"end": end}
         bad = BadRecords()
-        with _progress(documents) as tell:
+        with showing_progress():
+            work = Operation("tokenizing", _size(documents), "characters")
             for name, part in (("train", train), ("held_out", held_out)):
                 if given is not None and documents[0].is_chat:
                     make = _of_chats(ChatTokenizer(given), _dtype_of(tokenizer))
                 else:
                     make = _of_texts(tokenizer, end)
-                found = [*_groups(groups / name, part, make, tell)]
+                found = [*_groups(groups / name, part, make, work)]
                 facts[f"{name}_nbytes"] = sum(int(one.pop("nbytes")) for one in found)
                 for one in found:
                     bad = bad.joined(BadRecords(**json.loads(str(one.pop("bad")))))
@@ -108,7 +105,7 @@ def _groups(
     start: Path,
     documents: Sequence[Document],
     make: Callable[[Sequence[Document]], Arrays],
-    tell: Callable[[Sequence[Document]], None],
+    work: Operation,
 ) -> Iterator[Arrays]:
     """Yield the arrays of groups of documents, new or written by an earlier process."""
     for number, first in enumerate(range(0, len(documents), _AT_ONCE)):
@@ -119,7 +116,11 @@ def _groups(
             _appear(path, lambda to, arrays=arrays: np.savez(to, **arrays))  # type: ignore[misc]
         with np.load(path) as found:
             yield dict(found)
-        tell(group)
+        work.add(_size(group))
+
+
+def _size(documents: Sequence[Document]) -> int:
+    return sum(len(document.text) for document in documents)
 
 
 def _appear(path: Path, write: Callable[[Path], object]) -> None:
@@ -175,40 +176,6 @@ def _write(folder: Path, name: str, groups: Sequence[Arrays]) -> None:
         np.save(folder / f"{name}_learned.npy", joined["learned"])
         starts = np.cumsum([0, *joined["lengths"]], dtype=np.int64)
         np.save(folder / f"{name}_starts.npy", starts)
-
-
-@contextmanager
-def _progress(documents: Sequence[Document]) -> Iterator[Callable[[Sequence[Document]], None]]:
-    """Yield a function that takes finished documents and shows the progress.
-
-    On a terminal, a bar appears after a second; elsewhere, a line appears every few seconds.
-    """
-    began_s = told_s = time.monotonic()
-    size = sum(len(document.text) for document in documents)
-    done = 0
-    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    bar = Progress(
-        TextColumn("tokenizing"), BarColumn(), TextColumn("{task.description}"),
-        console=console, transient=True, disable=not console.is_terminal,
-    )  # fmt: skip
-    task = bar.add_task("", total=size)
-
-    def tell(group: Sequence[Document]) -> None:
-        nonlocal done, told_s
-        done += sum(len(document.text) for document in group)
-        now_s = time.monotonic()
-        rate = done / max(now_s - began_s, 1e-9)
-        words = (
-            f"{done / 1e6:,.1f} of {size / 1e6:,.1f} million characters, "
-            f"{rate / 1e6:,.2f} million/s, {(size - done) / max(rate, 1e-9):,.0f} s left"
-        )
-        bar.update(task, completed=done, description=words)
-        if not console.is_terminal and now_s - told_s >= _TELL_S:
-            told_s = now_s
-            print(f"tokenizing: {words}", file=sys.stderr)
-
-    with bar:
-        yield tell
 
 
 def _digest(facts: Any, folder: Path) -> str:

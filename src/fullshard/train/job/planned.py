@@ -19,6 +19,7 @@ from fullshard.train.config import OptimizerName, TrainConfig
 from fullshard.train.evaluation import label_losses
 from fullshard.train.loop import build_on_meta, policy_of, shard_model, wire_of
 from fullshard.train.run import read_metrics, say
+from fullshard.train.showing import showing_progress
 
 
 def plan_of(
@@ -70,9 +71,10 @@ def tell_plan(
     if config.quantize is not None:
         return  # quantising reads values of weights
     try:
-        found = plan_of(
-            config, architecture, num_workers=num_workers, hardware=config.hardware or "cpu"
-        )
+        with showing_progress():
+            found = plan_of(
+                config, architecture, num_workers=num_workers, hardware=config.hardware or "cpu"
+            )
     except (FullshardError, RuntimeError) as error:
         say(f"plan: none, the model cannot be run dry ({str(error).splitlines()[0]})")
         return

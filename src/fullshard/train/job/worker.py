@@ -44,6 +44,7 @@ from fullshard.train.run import (
     say,
     weights_key,
 )
+from fullshard.train.showing import showing_progress
 from fullshard.train.world import World, join_world, speaks
 
 Result = TypeVar("Result")
@@ -192,7 +193,8 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
         return
     written = sample(trained.model, config, text, world)
     if config.export is not None:
-        export(trained.model, config, text.tokenizer, world, Path(config.export))
+        with showing_progress(enabled=world.is_first):
+            export(trained.model, config, text.tokenizer, world, Path(config.export))
     if not world.is_first:
         return
     if written is not None:
