@@ -30,7 +30,7 @@ MODULES = [
     "fullshard",
     *(
         f"fullshard.{name}"
-        for name in "optim checkpoint wrap plan trace doctor compat errors".split()
+        for name in "optim checkpoint wrap plan progress trace doctor compat errors".split()
     ),
 ]
 HOMES = {  # files beside docs that are pages of the site
