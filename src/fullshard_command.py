@@ -17,6 +17,9 @@ COMMANDS = {
     "plan": "Predict memory and time of a training step; exit code 1 if it does not fit.",
     "doctor": "Examine environment, wires and speed of a job, and name common mistakes.",
     "trace": "Combine the files of all ranks into report.html, summary.json and trace.json.",
+    "translate": "Print the program for a configuration of DeepSpeed or Accelerate, and what is "
+    "left out.",
+    "completion": "Print a script that makes a shell complete commands and options.",
     "checkpoint": "Look at checkpoints, check, compare and convert them.",
 }
 

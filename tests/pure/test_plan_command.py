@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.cli import main
+from fullshard.plan import hardware_of, in_bytes
 
 TINY = ["2m", "--hardware", "cpu", "--seq", "16"]
 
@@ -38,7 +41,38 @@ def test_json_has_the_same_and_a_picture_is_drawn(
     told = json.loads(capsys.readouterr().out)
     assert told["mesh"] == {"replicate": 2, "shard": 2}
     assert told["rest"]["parameters"] == 2_557_632 * 4 // 2
-    assert picture.read_text(encoding="utf-8").lstrip().startswith("<?xml")
+    drawn = picture.read_text(encoding="utf-8")
+    assert drawn.lstrip().startswith("<?xml")
+    titles = re.findall(r"<!-- (.+) -->", drawn)
+    assert "2,557,632 parameters, rank 0 of replicate 2 x shard 2 on cpu" in titles
+    assert f"peak, {in_bytes(told['peak_nbytes'])}" in titles
+    assert "#0072b2" in drawn and "#e69f00" in drawn  # parameters and activations
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (
+            ("--batch", "64", "--seq", "128", "--world-size", "64"),
+            "activations: checkpoint_blocks",
+        ),
+        (("--seq", "64", "--world-size", "1"), "optimizer state: more ranks that shard"),
+    ],
+)
+def test_a_plan_that_does_not_fit_says_what_to_do(
+    arguments: tuple[str, ...],
+    advice: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = replace(hardware_of("cpu"), memory_nbytes=10**6, fixed_nbytes=0)
+    small.save(tmp_path / "small.json")
+    command = ["plan", "2m", *arguments, "--dtype", "fp32", "--hardware"]
+    assert main([*command, str(tmp_path / "small.json")]) == 1
+    told = capsys.readouterr().out
+    assert f"to fit   most of it is {advice}" in told and "--budget" in told
+    assert main([*command, "cpu"]) == 0
+    assert "to fit" not in capsys.readouterr().out
 
 
 def test_muon_has_one_state_of_each_element_of_a_matrix(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,12 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import doctor
 from fullshard._torch import world as _world
+from fullshard.cli import doctor as command
 from fullshard.comm import collectives_of, rendezvous
 from fullshard.doctor.board import Board, roll_call
 from fullshard.doctor.facts import Facts, facts_here
 from fullshard.doctor.wires import BETWEEN_HOSTS, SHARED_MEMORY, wire_of
 from fullshard.errors import LostRankError
 from fullshard.plan import hardware_of, time_host
+from tests.pure.test_doctor_measured import measured
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import FROM_A_LAUNCHER
 
@@ -169,6 +171,22 @@ def test_the_command_measures_and_calibrates(tmp_path: Path) -> None:
     assert set(hardware.flops) == {"float32", "bfloat16", "float64"}
     assert [link.reach for link in hardware.links] == [None] and hardware.links[0].bandwidth > 0
     assert hardware.source.startswith("measured on 2")
+
+
+@pytest.mark.parametrize(("load", "is_told"), [(0.4, False), (0.6, True)])
+def test_figures_of_a_busy_machine_are_told_so(
+    load: float,
+    is_told: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command.os, "cpu_count", lambda: 10)
+    path = tmp_path / "here.json"
+    command._show(measured(), as_json=True, calibrate=path, load=10 * load)
+    told = capsys.readouterr().err
+    assert path.exists()
+    assert ("other programs used this machine (load 6.0 on 10 cores)" in told) == is_told
 
 
 def test_half_of_an_environment_is_told_and_nothing_started(tmp_path: Path) -> None:

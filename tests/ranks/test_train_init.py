@@ -107,7 +107,7 @@ def losses(config: TrainConfig, *, until: int) -> tuple[list[float], float]:
     records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
     trainer.save(until)
     trainer.saves.wait()
-    return [record.loss for record in records], trainer.evaluation.bits_per_byte()
+    return [record.loss for record in records], trainer.evaluation.run().bits_per_byte
 
 
 CPU = torch.device("cpu")

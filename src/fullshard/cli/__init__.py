@@ -9,6 +9,7 @@ import typer
 
 from fullshard import __version__
 from fullshard.cli import checkpoints
+from fullshard.cli.completing import completion_command
 from fullshard.cli.doctor import doctor_command
 from fullshard.cli.planning import plan_command
 from fullshard.cli.runs import export_command, generate_command
@@ -30,6 +31,7 @@ app.command("plan", cls=GroupedCommand)(plan_command)
 app.command("doctor", cls=GroupedCommand)(doctor_command)
 app.command("trace", cls=GroupedCommand)(trace_command)
 app.command("translate", cls=GroupedCommand)(translate_command)
+app.command("completion", cls=GroupedCommand)(completion_command)
 app.add_typer(checkpoints.app, name="checkpoint")
 
 

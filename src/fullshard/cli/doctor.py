@@ -26,6 +26,8 @@ from fullshard.train.world import is_worker, meeting_place, num_local_workers
 
 Show = Callable[[doctor.Report], None]
 
+_MOST_LOAD = 0.5  # a core, in the minute before; this command's own start adds less
+
 
 def doctor_command(
     *,
@@ -52,7 +54,7 @@ def doctor_command(
     """
     if calibrate is not None and not calibrate.absolute().parent.is_dir():
         raise ConfigError(f"--calibrate {calibrate}: there is no such folder")
-    show = partial(_show, as_json=as_json, calibrate=calibrate)
+    show = partial(_show, as_json=as_json, calibrate=calibrate, load=os.getloadavg()[0])
     alone = doctor.facts_here()
     if doctor.half_launched([alone]) is not None:
         show(doctor.Report([alone], failures=["half of a launcher's environment: nothing started"]))
@@ -121,8 +123,8 @@ def _launch(nproc: int, options: list[str]) -> int:
     return 0
 
 
-def _show(report: doctor.Report, *, as_json: bool, calibrate: Path | None) -> None:
-    """Print the report, and write the file of ``--calibrate``."""
+def _show(report: doctor.Report, *, as_json: bool, calibrate: Path | None, load: float) -> None:
+    """Print the report, and write the file of ``--calibrate``; ``load`` is that at the start."""
     if as_json:
         print_json(report.as_dict())
     else:
@@ -138,3 +140,10 @@ def _show(report: doctor.Report, *, as_json: bool, calibrate: Path | None) -> No
     except OSError as error:
         raise ConfigError(f"--calibrate {calibrate}: {error}") from error
     print(f"fullshard: {calibrate} is written", file=sys.stderr)
+    cores = os.cpu_count() or 1
+    if load > _MOST_LOAD * cores:
+        print(
+            f"fullshard: other programs used this machine (load {load:.1f} on {cores} cores), so "
+            "plans with this file are of a busy machine: calibrate again when it is idle",
+            file=sys.stderr,
+        )

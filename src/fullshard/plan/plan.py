@@ -15,6 +15,19 @@ from fullshard.plan.hardware import Hardware
 from fullshard.plan.ledger import Moment
 from fullshard.plan.text import in_bytes, in_seconds, table
 
+_LESS = "more ranks, or smaller units"
+_LESS_OF = {
+    "activations": "checkpoint_blocks(model), a smaller batch, or shorter sequences",
+    "backward": "a smaller batch, or shorter sequences",
+    **dict.fromkeys(
+        ("parameters", "gradients", "optimizer_state"),
+        "more ranks that shard, or offload_policy=CPUOffloadPolicy()",
+    ),
+    "unsharded": "reshard_after_forward=True, smaller units, or a smaller prefetch budget",
+    "whole_gradients": "reduce gradients in each microbatch",
+}
+"""Ways to less memory of a kind."""
+
 
 class PlannedUnit(NamedTuple):
     """The figures of one unit."""
@@ -223,6 +236,12 @@ class Plan:
         if self.tried:
             yield ""
             yield from self._search_lines()
+        elif not self.fits:
+            yield ""
+            most = max(self.peak.held, key=self.peak.held.__getitem__)
+            less = _LESS_OF.get(most, _LESS)
+            yield f"to fit   most of it is {most.replace('_', ' ')}: {less}"
+            yield "         budget_nbytes= (--budget) tries options and takes the fastest that fits"
 
     def _search_lines(self) -> Iterator[str]:
         """Say what was chosen, and why not another."""

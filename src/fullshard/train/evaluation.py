@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,13 @@ from fullshard.train.architecture import logits_and_added_loss, next_token_logit
 from fullshard.train.config import TrainConfig
 from fullshard.train.data import IGNORED, TokenizedText
 from fullshard.train.world import World
+
+
+class Evaluated(NamedTuple):
+    """The loss of held-out text."""
+
+    bits_per_byte: float
+    nats_per_token: float
 
 
 class Evaluation:
@@ -28,14 +36,14 @@ class Evaluation:
         self._bytes_per_token = torch.from_numpy(text.bytes_per_token())
 
     @torch.no_grad()
-    def bits_per_byte(self) -> float:
-        """Return bits per byte of held-out text; windows do not depend on the number of workers."""
+    def run(self) -> Evaluated:
+        """Return the loss of held-out text; windows do not depend on the number of workers."""
         config, world, model = self._config, self._world, self._model
         available = len(self._rows)
         count = min(config.eval_sequences, available)
         rows = torch.arange(count) * available // count  # evenly spread
         per_round = config.batch * world.size
-        nats, nbytes = 0.0, 0.0
+        nats, nbytes, num_tokens = 0.0, 0.0, 0
         model.eval()
         for start in range(0, count, per_round):
             # Each worker evaluates its share of the round. Forward all-gathers weights, so a worker
@@ -46,10 +54,12 @@ class Evaluation:
             losses, labels = label_losses(model, *map(world.put, batch)), batch[1].flatten()
             if len(mine):
                 nats += losses.double().sum().item()
-                nbytes += float(self._bytes_per_token[labels[labels != IGNORED]].sum())
+                learned = labels[labels != IGNORED]
+                nbytes += float(self._bytes_per_token[learned].sum())
+                num_tokens += len(learned)
         model.train()
-        all_nats, all_nbytes = world.rows(nats, nbytes).sum(dim=0).tolist()
-        return float(all_nats / math.log(2) / all_nbytes)
+        nats, nbytes, count = world.rows(nats, nbytes, num_tokens).sum(dim=0).tolist()
+        return Evaluated(nats / math.log(2) / nbytes, nats / count)
 
 
 def training_loss(

@@ -306,11 +306,11 @@ class Trainer:
         )
         self.stopping.is_agreed |= bool(asked.any())
         num_tokens = config.batch * config.seq * config.accumulate * self.world.size
-        bits = None
+        evaluated = None
         if started.evaluates:
-            bits = self.evaluation.bits_per_byte()
-            self.evaluated = step, bits
-            self.held_out = self.held_out.after(step, bits)
+            evaluated = self.evaluation.run()
+            self.evaluated = step, evaluated.bits_per_byte
+            self.held_out = self.held_out.after(*self.evaluated)
         return StepRecord(
             step=step,
             loss=losses[losses.isfinite()].mean().item(),
@@ -321,7 +321,8 @@ class Trainer:
             peak_memory_nbytes=int(peaks.max()),
             shard_nbytes=int(shards.max()),
             waiting=waits_s.mean().item() / started.seconds,
-            eval_bits_per_byte=bits,
+            eval_bits_per_byte=None if evaluated is None else evaluated.bits_per_byte,
+            eval_loss=None if evaluated is None else evaluated.nats_per_token,
             skipped=started.skipped or None,
             repeated=started.repeated or None,
             bad_records=self.bad_records or None,

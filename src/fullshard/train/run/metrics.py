@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -47,6 +48,7 @@ class StepRecord:
     shard_nbytes: int
     waiting: float
     eval_bits_per_byte: float | None = None
+    eval_loss: float | None = None
     skipped: int | None = None
     repeated: int | None = None
     bad_records: int | None = None
@@ -158,24 +160,29 @@ def planned_flops(run: RunDir) -> float | None:
 
 
 def draw_loss(metrics: Path, picture: Path) -> bool:
-    """Draw training loss and held-out bits per byte; return False if matplotlib is missing."""
+    """Draw training and held-out loss in nats per token; return False if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
     records = read_metrics(metrics)
-    evaluated = [record for record in records if "eval_bits_per_byte" in record]
+    steps = np.array([record["step"] for record in records])
+    losses = np.array([record.get("loss", math.nan) for record in records])
+    steps, losses = steps[np.isfinite(losses)], losses[np.isfinite(losses)]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display and without touching the user's backend
-    left = figure.add_subplot()
-    left.plot([r["step"] for r in records], [r.get("loss", math.nan) for r in records], linewidth=1)
-    left.set(xlabel="step", ylabel="training loss (nats per token)")
-    left.grid(alpha=0.3)
-    if evaluated:
-        right = left.twinx()
-        steps = [record["step"] for record in evaluated]
-        right.plot(steps, [r["eval_bits_per_byte"] for r in evaluated], "o-", color="tab:orange")
-        right.set_ylabel("held-out bits per byte", color="tab:orange")
+    axes = figure.add_subplot(title=metrics.absolute().parent.name)
+    axes.plot(steps, losses, color="#0072b2", alpha=0.3, linewidth=1, label="training, each step")
+    window = max(1, len(steps) // 30)
+    sums = np.cumsum(losses)
+    means = (sums[window:] - sums[:-window]) / window
+    axes.plot(steps[window:], means, color="#0072b2", label=f"training, mean of {window} step(s)")
+    evaluated = [record for record in records if "eval_loss" in record]
+    at, held_out = ([one[key] for one in evaluated] for key in ("step", "eval_loss"))
+    axes.plot(at, held_out, "o-", color="#d55e00", label="held-out text")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
     figure.savefig(picture, dpi=120)
     return True
