@@ -23,6 +23,7 @@ from fullshard.engine import Engine
 from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
+from fullshard.frontend.sharded import ShardedModule
 from fullshard.trace import rankfile, report
 from fullshard.trace.describe import history_as_json, resting, step_as_json, unit_as_json
 from fullshard.trace.reading import held_when_it_failed
@@ -104,10 +105,12 @@ class Trace:
     def _about(self, run: _Run) -> dict[str, Any]:
         """Return what tells this run from others."""
         buckets = [bucket for unit in run.units for bucket in unit.buckets]
+        inner = getattr(self._model, "module", self._model)  # of FullyShardedDataParallel
+        classes = (base for base in type(inner).__mro__ if not issubclass(base, ShardedModule))
         dtypes = (one.spec.param_dtype or one.sharded_params[0].dtype for one in buckets)
         return {
             "folder": str(self.folder.resolve()),
-            "model": type(self._model).__name__,
+            "model": next(classes).__name__,
             "num_parameters": sum(param.numel() for param in self._model.parameters()),
             "dtypes": list(dict.fromkeys(str(one).removeprefix("torch.") for one in dtypes)),
             "command": shlex.join(sys.argv),
