@@ -17,8 +17,7 @@ COMMANDS = {
     "plan": "Predict memory and time of a training step; exit code 1 if it does not fit.",
     "doctor": "Examine environment, wires and speed of a job, and name common mistakes.",
     "trace": "Combine the files of all ranks into report.html, summary.json and trace.json.",
-    "translate": "Print the program for a configuration of DeepSpeed or Accelerate, and what is "
-    "left out.",
+    "translate": "Translate a configuration of DeepSpeed or Accelerate into a program, with notes.",
     "completion": "Print a script that makes a shell complete commands and options.",
     "checkpoint": "Look at checkpoints, check, compare and convert them.",
 }

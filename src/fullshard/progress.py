@@ -1,7 +1,4 @@
-"""Report the progress of loading, saving, verifying and comparing files, and of planning.
-
-``on_progress`` shows it to a function of the caller.
-"""
+"""Report the progress of work on files, and of planning, to a function of the caller."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ __all__ = ["Operation", "Progress", "on_progress"]
 
 
 class Progress(NamedTuple):
-    """What an operation has done so far on this process.
+    """The progress of an operation: of this process, but of all ranks in ``save_weights``.
 
     Attributes:
-        what: the operation, such as "loading" or "planning".
+        what: the operation, such as "loading step-000100" or "planning".
         done: the finished part, in ``unit``.
         total: all of it; None if that is not known.
-        unit: "bytes", or else the plural of what is counted.
+        unit: the unit of both, in the plural, such as "bytes".
     """
 
     what: str
@@ -36,11 +33,11 @@ _listener: ContextVar[Listener | None] = ContextVar("_listener", default=None)
 
 @contextmanager
 def on_progress(listener: Listener) -> Iterator[None]:
-    """Call ``listener`` with the progress of all operations that begin in this context.
+    """Call ``listener`` with the progress of operations that this thread begins in the block.
 
-    It is called when an operation begins, and after each piece of it, such as some megabytes. A
-    save in the background calls it from its own thread, also after the context. An error that it
-    raises ends the operation as its own errors do.
+    The calls come at the start of an operation and after each part, such as some megabytes. A
+    background save calls ``listener`` from a thread of its own, even after the block. An exception
+    that ``listener`` raises fails the operation.
     """
     token = _listener.set(listener)
     try:
@@ -50,7 +47,7 @@ def on_progress(listener: Listener) -> Iterator[None]:
 
 
 class Operation:
-    """An operation that says how far it is.
+    """Reports the progress of one operation to the listener of ``on_progress``.
 
     Args:
         what, total, unit: as in ``Progress``.
@@ -62,7 +59,7 @@ class Operation:
         self.add(0)
 
     def add(self, done: int) -> None:
-        """Count what was done since the last call."""
+        """Add ``done`` to the finished part, and call the listener."""
         if self._listener is not None:
             self._progress = self._progress._replace(done=self._progress.done + done)
             self._listener(self._progress)

@@ -46,7 +46,7 @@ TESTED = {
     r"fullshard (export|generate) .*|fullshard export": "tests/ranks/test_train_finished.py",
     r"fullshard checkpoint .*": "tests/pure/test_checkpoint_command.py",
     r"fullshard trace .*": "tests/pure/test_trace_report.py",
-    r"(source <\()?fullshard completion .*": "tests/pure/test_completion.py",
+    r"fullshard completion bash > ~/.fullshard-completion": "tests/pure/test_completion.py",
     r"fullshard translate (ds_config.json|fsdp.yaml)": "tests/pure/test_translate.py",
     r"fullshard plan( (MODEL|MODULE:|hf:|--wire).*)?": "tests/pure/test_plan_command.py",
     r"fullshard plan --measure": "tests/pure/test_plan_measured.py",

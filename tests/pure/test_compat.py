@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +27,9 @@ from torch.distributed.pipelining import stage
 import fullshard
 from fullshard import wrap
 from fullshard.compat import patch_torch
+from fullshard.compat.ineffective import IneffectivePatches
 from fullshard.compat.names import OURS, SHOWN
+from fullshard.compat.states import torch_file
 from tests.versions import TORCH
 
 THEIRS = {name: getattr(fsdp, name) for name in fsdp.__all__}
@@ -102,6 +105,23 @@ def test_what_implements_pytorchs_fsdp_keeps_its_names() -> None:
             assert vars(module)["FSDPModule"] is THEIRS["FSDPModule"]
         assert replicate_with_fsdp.FSDPModule is THEIRS["FSDPModule"]
         assert issubclass(replicate_with_fsdp.ReplicateModule, THEIRS["FSDPModule"])
+
+
+@pytest.mark.parametrize(
+    ("folder_name", "is_told"), [("spmd_types", False), ("of_a_program", True)]
+)
+def test_functions_that_pytorch_imports_are_no_replacements(
+    folder_name: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "site-packages" / folder_name / "axes.py"
+    names: dict[str, Any] = {}
+    exec(compile("def flatten_axes(axes): return axes", str(path), "exec"), names)
+    of_pytorch = torch_file("_fully_shard._fsdp_param")
+    monkeypatch.setattr(of_pytorch, "flatten_axes", names["flatten_axes"], raising=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        IneffectivePatches().warn()
+    assert bool(told) == is_told
 
 
 def test_modules_that_imported_before_have_ours_meanwhile(folder: Path) -> None:
@@ -285,6 +305,7 @@ def test_in_a_fresh_interpreter_all_modules_are_afterwards_what_they_were() -> N
 
 WITHOUT_FSDP1 = """
 import sys
+import warnings
 import torch, torch.distributed as dist, torch.distributed.fsdp as fsdp
 from torch.distributed._composable import replicate_with_fsdp
 from torch import nn

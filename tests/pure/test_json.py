@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fullshard import checkpoint, plan
+from fullshard import CPUOffloadPolicy, checkpoint, plan
 from fullshard.cli import main
 from fullshard.doctor import Report
 from fullshard.plan import Measured
@@ -89,7 +89,13 @@ def test_plan() -> None:
     options: dict[str, Any] = {"batch": torch.zeros(2, 64), "world_size": 4, "hardware": "cpu"}
     found = plan(model, **options, budget_nbytes=10**9)
     seen = Measured("cpu", 0.1, None, None)
-    outputs = [plan(model, **options), found, replace(found, measured=seen, host={"a": 1})]
+    offloaded = plan(model, **options | {"hardware": "h100"}, offload_policy=CPUOffloadPolicy())
+    outputs = [
+        plan(model, **options),
+        offloaded,
+        found,
+        replace(found, measured=seen, host={"a": 1}),
+    ]
     check("plan", *(one.as_json() for one in outputs))
 
 

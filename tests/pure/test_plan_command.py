@@ -44,7 +44,7 @@ def test_json_has_the_same_and_a_picture_is_drawn(
     drawn = picture.read_text(encoding="utf-8")
     assert drawn.lstrip().startswith("<?xml")
     titles = re.findall(r"<!-- (.+) -->", drawn)
-    assert "2,557,632 parameters, rank 0 of replicate 2 x shard 2 on cpu" in titles
+    assert "2,557,632 parameters, rank 0, mesh replicate 2 x shard 2, on cpu" in titles
     assert f"peak, {in_bytes(told['peak_nbytes'])}" in titles
     assert "#0072b2" in drawn and "#e69f00" in drawn  # parameters and activations
 
@@ -54,9 +54,9 @@ def test_json_has_the_same_and_a_picture_is_drawn(
     [
         (
             ("--batch", "64", "--seq", "128", "--world-size", "64"),
-            "activations: checkpoint_blocks",
+            "activations; less of it: checkpoint_blocks",
         ),
-        (("--seq", "64", "--world-size", "1"), "optimizer state: more ranks that shard"),
+        (("--seq", "64", "--world-size", "1"), "optimizer state; less of it: more ranks"),
     ],
 )
 def test_a_plan_that_does_not_fit_says_what_to_do(
@@ -70,7 +70,7 @@ def test_a_plan_that_does_not_fit_says_what_to_do(
     command = ["plan", "2m", *arguments, "--dtype", "fp32", "--hardware"]
     assert main([*command, str(tmp_path / "small.json")]) == 1
     told = capsys.readouterr().out
-    assert f"to fit   most of it is {advice}" in told and "--budget" in told
+    assert f"to fit   most of the peak is {advice}" in told and "--budget" in told
     assert main([*command, "cpu"]) == 0
     assert "to fit" not in capsys.readouterr().out
 

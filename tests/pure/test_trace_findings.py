@@ -32,8 +32,8 @@ def gathered(exposed_s: float, budget: int | None = None) -> Any:
 def test_an_exposed_gather_names_what_the_budget_holds_and_what_more_costs() -> None:
     (found,) = exposed(gathered(0.0012), "gather")
     assert found.text == (
-        "blocks.2: gather exposed 1.2 ms a step, the budget holds one unit ahead; one more would "
-        "hide it and cost 32 MB"
+        "blocks.2: gather exposed 1.2 ms a step; the prefetch budget holds one unit ahead, and one "
+        "more would hide this and cost 32 MB"
     )
     assert found.change == BUDGET.format(96 * MB)
     assert found.cost_s == pytest.approx(0.0012)
@@ -41,13 +41,13 @@ def test_an_exposed_gather_names_what_the_budget_holds_and_what_more_costs() -> 
 
 def test_a_budget_of_bytes_grows_by_the_unit() -> None:
     (found,) = exposed(gathered(0.0012, 70 * MB), "gather")
-    assert "the budget holds 70 MB, 2 such units;" in found.text
+    assert "the prefetch budget holds 70 MB, 2 such units, and" in found.text
     assert found.change == BUDGET.format(102 * MB)
 
 
 def test_what_would_not_be_hidden_is_not_promised() -> None:
     (found,) = exposed(gathered(0.015), "gather")
-    assert "one more would hide 10 ms of it at most" in found.text
+    assert "one more would hide 10 ms of this at most" in found.text
 
 
 def test_the_first_gather_of_a_step_has_nothing_to_hide_behind() -> None:
@@ -79,7 +79,8 @@ def test_one_value_is_given_for_one_call() -> None:
     (found,) = exposed(ranks, "gather")
     assert found.text == (
         "gathers of 6 units exposed 27 ms a step, most in blocks.7 (7 ms), blocks.6 (6 ms), "
-        "blocks.5 (5 ms), the budget holds one unit ahead; one more would hide it and cost 40 MB"
+        "blocks.5 (5 ms); the prefetch budget holds one unit ahead, and one more would hide this "
+        "and cost 40 MB"
     )
     assert found.change == BUDGET.format(120 * MB)
     assert found.cost_s == pytest.approx(0.027)
@@ -91,8 +92,8 @@ def test_many_small_units_are_the_first_cause() -> None:
     one = rank_file(units=units, totals=waits)
     found, *_ = findings([one])
     assert found.text == (
-        "102 units of 38 kB in the median: computation waits 51 ms a step for their gathers and "
-        "reductions, and most of that is the time that any message takes"
+        "102 units with a median of 38 kB: computation waits 51 ms a step for gathers and "
+        "reductions, probably more for the latency of each message than for its bytes"
     )
     assert found.change == (
         "put neighbouring blocks into one unit: "
@@ -112,8 +113,8 @@ def reduced(at_s: float) -> Any:
 def test_an_exposed_reduction_names_the_budget() -> None:
     (found,) = exposed(reduced(0.03), "reduction")
     assert found.text == (
-        "blocks.2: reduction exposed 2 ms a step, the budget holds one reduction; one more in "
-        "flight would cost 32 MB"
+        "blocks.2: reduction exposed 2 ms a step; the reduction budget holds one reduction, and "
+        "one more in flight would cost 32 MB"
     )
     assert found.change == f"set_reduction_budget({64 * MB})"
 

@@ -45,7 +45,7 @@ def train(model, batches, loss_of):
         model,
         mp_policy=fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     )
-    model.set_prefetch_budget(2_000)  # bytes: 1,000 elements of 2
+    model.set_prefetch_budget(2_000)  # bytes, for 1,000 elements in bf16
     optimizer = fullshard.optim.ShardedOptimizer(
         model.parameters(),
         torch.optim.AdamW,
@@ -64,10 +64,10 @@ def train(model, batches, loss_of):
         optimizer.zero_grad()
 
 
-# Not in this program:
+# Notes on other settings:
 # - train_micro_batch_size_per_gpu: batches of a rank decide it
 # - scheduler: use a class of torch.optim.lr_scheduler with the optimizer
-# - zero_optimization.overlap_comm: nothing to do: it is so here
+# - zero_optimization.overlap_comm: nothing to do: fullshard always does this
 '''
 
 
@@ -137,14 +137,14 @@ def test_a_configuration_of_deepspeed_becomes_a_program(
 )
 def test_a_key_becomes_code(config: dict[str, Any], line: str) -> None:
     text = lines_of(config)
-    assert line in text and "Not in this program" not in text, text
+    assert line in text and "Notes on other" not in text, text
 
 
 @pytest.mark.parametrize(
     ("config", "line"),
     [
         (zero(offload_param={"device": "nvme"}), "offload_param: there is no offload to NVMe here"),
-        (zero(sub_group_size=1e9), "zero_optimization.sub_group_size: a unit is stepped"),
+        (zero(sub_group_size=1e9), "zero_optimization.sub_group_size: each unit is stepped"),
         (zero(stage3_max_magic=2), "zero_optimization.stage3_max_magic: 2 is not known here"),
         (
             {"sparse_attention": {"mode": "fixed"}},
@@ -161,7 +161,7 @@ def test_a_key_becomes_code(config: dict[str, Any], line: str) -> None:
 )
 def test_what_is_left_out_is_named(config: dict[str, Any], line: str) -> None:
     text = " ".join(lines_of(config).replace("\n#  ", "").split())
-    assert line in text.partition("# Not in this program:")[2], text
+    assert line in text.partition("# Notes on other settings:")[2], text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """``fullshard completion``: a script with which a shell completes commands and options.
 
-The script holds all words. So a shell need not start Python, which imports PyTorch for seconds.
+The script contains all commands and options, so a completion does not start Python, where importing
+PyTorch takes seconds.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from fullshard.train.world import is_worker, meeting_place, num_local_workers
 
 Show = Callable[[doctor.Report], None]
 
-_MOST_LOAD = 0.5  # a core, in the minute before; this command's own start adds less
+_MOST_LOAD = 0.5  # load average per core, before the command, of a machine that is not busy
 
 
 def doctor_command(
@@ -144,6 +144,6 @@ def _show(report: doctor.Report, *, as_json: bool, calibrate: Path | None, load:
     if load > _MOST_LOAD * cores:
         print(
             f"fullshard: other programs used this machine (load {load:.1f} on {cores} cores), so "
-            "plans with this file are of a busy machine: calibrate again when it is idle",
+            "the measured speeds may be too low: calibrate again when the machine is idle",
             file=sys.stderr,
         )

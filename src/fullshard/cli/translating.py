@@ -23,7 +23,7 @@ def translate_command(
         typer.Argument(metavar="FILE", help="JSON of DeepSpeed, or JSON or YAML of Accelerate."),
     ],
 ) -> None:
-    """Print the program for a configuration of DeepSpeed or Accelerate, and what is left out."""
+    """Translate a configuration of DeepSpeed or Accelerate into a program, with notes."""
     print(translated(read(config), config.name), end="")
 
 
@@ -42,14 +42,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def translated(config: Mapping[str, Any], name: str) -> str:
-    """Return the text of a program that does what ``config`` says, and of what it leaves out.
+    """Return the source of a program for ``config``, with notes on other settings as comments.
 
     Args:
         config: of DeepSpeed, or of Accelerate.
         name: of its file, for the first line.
 
     Raises:
-        ConfigError: a value has no meaning, or two exclude each other.
+        ConfigError: a value is invalid, or two values contradict each other.
     """
     program = Program()
     if "fsdp_config" in config or "deepspeed_config" in config or "distributed_type" in config:
@@ -74,7 +74,7 @@ class Program:
     accumulate: int = 1
     clip: float | None = None
     notes: dict[str, str] = field(default_factory=dict)
-    """What a key needs besides, or why it needs nothing."""
+    """Advice by key of the configuration."""
 
     def text(self, name: str) -> str:
         """Return the source, with the notes as comments at its end."""
@@ -94,7 +94,7 @@ class Program:
     def _sharding(self) -> Iterator[str]:
         if self.mesh is not None:
             copies, shards = self.mesh
-            yield 'device = torch.accelerator.current_accelerator() or torch.device("cpu")'
+            yield 'device = torch.accelerator.current_accelerator(True) or torch.device("cpu")'
             yield f"shards = {shards}"
             yield f"sizes = {copies}, shards"
             yield 'names = "replicate", "shard"'
@@ -137,7 +137,7 @@ class Program:
     def _notes(self) -> Iterator[str]:
         if self.notes:
             yield "\n"
-            yield "# Not in this program:"
+            yield "# Notes on other settings:"
         for key, text in self.notes.items():
             yield from textwrap.wrap(
                 f"{key}: {text}", 98, initial_indent="# - ", subsequent_indent="#   "
@@ -155,7 +155,7 @@ def _call(function: str, arguments: list[str]) -> str:
     return "\n".join((f"{function}(", *(f"    {one}," for one in arguments), ")"))
 
 
-_SELF = "nothing to do: it is so here"
+_SELF = "nothing to do: fullshard always does this"
 _NVME = "there is no offload to NVMe here"
 _PLAN = "fullshard.plan(model, budget_nbytes=...) chooses options that fit"
 _TRACE = "fullshard.trace(model, folder) records this"
@@ -182,14 +182,15 @@ _NOTES = {
     "amp": "torch.autocast, or bf16",
     "checkpoint": "fullshard.checkpoint.Checkpointer (docs/checkpoints.md)",
     "zero_allow_untested_optimizer": "ShardedOptimizer tries each class once by itself",
-    "zero_force_ds_cpu_optimizer": "torch.optim's classes step on the CPU",
+    "zero_force_ds_cpu_optimizer": "with offload_param the optimizer steps on the CPU, with "
+    "offload_optimizer on the GPU",
     "zero_optimization.overlap_comm": _SELF,
     "zero_optimization.contiguous_gradients": _SELF,
     "zero_optimization.reduce_scatter": _SELF,
     "zero_optimization.allgather_partitions": _SELF,
-    "zero_optimization.allgather_bucket_size": "a unit is gathered at a time",
+    "zero_optimization.allgather_bucket_size": "each unit is one gather",
     "zero_optimization.round_robin_gradients": _SELF,
-    "zero_optimization.sub_group_size": "a unit is stepped at a time",
+    "zero_optimization.sub_group_size": "each unit is stepped by itself",
     "zero_optimization.stage3_max_live_parameters": "model.set_prefetch_budget bounds them",
     "zero_optimization.stage3_max_reuse_distance": "reshard_after_forward decides it by unit",
     "zero_optimization.stage3_param_persistence_threshold": "small parameters are sharded, too; "
@@ -230,7 +231,7 @@ _NOTES = {
     "gpu_ids": "CUDA_VISIBLE_DEVICES",
     "use_cpu": "init_process_group('gloo')",
 }
-"""Keys that no line of the program comes from, each with what to do instead."""
+"""Keys that add no line to the program, each with advice."""
 
 _SILENT = set(
     "compute_environment debug downcast_bf16 enable_cpu_affinity main_training_function "
@@ -301,7 +302,7 @@ def _is_on(section: Any) -> bool:
 
 def _number(key: str, value: Any, kind: type[int] | type[float]) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ConfigError(f"{key} is {value!r}, expected a number")
+        raise ConfigError(f"{key} is {value!r}, expected a number of at least 0")
     return kind(value)
 
 
@@ -321,7 +322,9 @@ def _fp16(program: Program, key: str, value: Any) -> None:
     program.scaler = {}
     if value.get("loss_scale", 0):
         program.scaler["init_scale"] = repr(float(value["loss_scale"]))
-        program.notes["fp16.loss_scale"] = "ShardedGradScaler goes on to change the scale"
+        program.notes["fp16.loss_scale"] = (
+            "ShardedGradScaler begins with this scale, and adjusts it"
+        )
     elif "initial_scale_power" in value:
         power = _number("fp16.initial_scale_power", value["initial_scale_power"], int)
         program.scaler["init_scale"] = f"2.0**{power}"
@@ -350,8 +353,9 @@ def _optimizer(program: Program, key: str, value: Any) -> None:
         program.optimizer = _CLASSES[name]
     else:
         program.notes[f"{key}.type"] = (
-            f"{value['type']} has no counterpart; ShardedOptimizer takes classes that treat all "
-            "elements alike, OwnedOptimizer those that read full matrices"
+            f"{value['type']} has no counterpart, so the program has torch.optim.AdamW; "
+            "ShardedOptimizer accepts classes that update each element by itself, OwnedOptimizer "
+            "classes that need full matrices"
         )
     for option, own in given.items():
         full = f"{key}.params.{option}"
@@ -393,7 +397,9 @@ def _offload_state(program: Program, key: str, value: Any) -> None:
 def _budget(method: str) -> Rule:
     def take(program: Program, key: str, value: Any) -> None:
         nbytes = 2 * _number(key, value, int)
-        program.after.append(f"model.{method}({nbytes:_})  # bytes: {value:,.0f} elements of 2")
+        program.after.append(
+            f"model.{method}({nbytes:_})  # bytes, for {value:,.0f} elements in bf16"
+        )
 
     return take
 

@@ -49,9 +49,8 @@ def draw_plan(plan: Plan, picture: str | Path) -> None:
     FigureCanvasAgg(figure)  # draws without a display and without touching the user's backend
     above, below = figure.subplots(2, sharex=True, height_ratios=[4, 1])
     ranks = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    figure.suptitle(
-        f"{plan.num_parameters:,} parameters, rank {plan.rank} of {ranks} on {plan.hardware.name}"
-    )
+    where = f"rank {plan.rank}, mesh {ranks}, on {plan.hardware.name}"
+    figure.suptitle(f"{plan.num_parameters:,} parameters, {where}")
     at_s = [moment.at_s for moment in plan.memory]
     seen = {kind for moment in plan.memory for kind in moment.held}
     kinds = [kind for kind in _COLORS if kind in seen] + sorted(seen - _COLORS.keys())

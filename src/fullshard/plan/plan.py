@@ -26,7 +26,7 @@ _LESS_OF = {
     "unsharded": "reshard_after_forward=True, smaller units, or a smaller prefetch budget",
     "whole_gradients": "reduce gradients in each microbatch",
 }
-"""Ways to less memory of a kind."""
+"""Ways to reduce each kind of memory."""
 
 
 class PlannedUnit(NamedTuple):
@@ -236,12 +236,13 @@ class Plan:
         if self.tried:
             yield ""
             yield from self._search_lines()
-        elif not self.fits:
+        elif self.peak_nbytes > self.hardware.memory_nbytes:
             yield ""
             most = max(self.peak.held, key=self.peak.held.__getitem__)
             less = _LESS_OF.get(most, _LESS)
-            yield f"to fit   most of it is {most.replace('_', ' ')}: {less}"
-            yield "         budget_nbytes= (--budget) tries options and takes the fastest that fits"
+            yield f"to fit   most of the peak is {most.replace('_', ' ')}; less of it: {less}"
+            yield "         budget_nbytes= (--budget) tries options, and takes the fastest of those"
+            yield "         that fit"
 
     def _search_lines(self) -> Iterator[str]:
         """Say what was chosen, and why not another."""

@@ -90,9 +90,9 @@ def tiny_units(rank: Rank) -> list[Finding]:
         return []
     blocks = next((n for n in (2, 4) if n * median >= TINY_NBYTES), 8)
     text = (
-        f"{len(sizes)} units of {in_bytes(median)} in the median: computation waits "
-        f"{in_seconds(waits_s)} a step for their gathers and reductions, and most of that is the "
-        "time that any message takes"
+        f"{len(sizes)} units with a median of {in_bytes(median)}: computation waits "
+        f"{in_seconds(waits_s)} a step for gathers and reductions, probably more for the latency "
+        "of each message than for its bytes"
     )
     change = (
         "put neighbouring blocks into one unit: "
@@ -104,10 +104,12 @@ def tiny_units(rank: Rank) -> list[Finding]:
 def exposed(rank: Rank, kind: str) -> list[Finding]:
     """Return the units for whose gathers, or reductions, computation waits.
 
-    One finding has those that a larger budget could hide, as it is set once for the model.
+    Units that a larger budget could hide share one finding, as the budget is set once for the
+    model.
     """
     of_step, told_of = _EXPOSED[kind]
-    found = [one for one in _mean(map(of_step, rank["steps"])) if _counts(rank, one)]
+    steps = [one for one in rank["steps"] if one["number"] > 1] or rank["steps"]
+    found = [one for one in _mean(map(of_step, steps)) if _counts(rank, one)]
     hidable = [one for one in found if one.hidden_s > 0]
     alone = [one for one in found if one.hidden_s <= 0]
     return [
@@ -138,11 +140,11 @@ def _alone(rank: Rank, kind: str, one: _Exposed) -> Finding:
 _NOTHING_LEFT = {
     "gather": (
         "nothing runs before it that could hide it",
-        "let less be in {name}, or let its gather begin earlier by unshard(async_op=True)",
+        "move parameters out of {name}, or start its gather earlier with unshard(async_op=True)",
     ),
     "reduction": (
         "backward is over by then, so nothing is left to hide it",
-        "let less be in {name}, whose reduction is among the last",
+        "move parameters out of {name}, whose reduction is among the last",
     ),
 }
 
@@ -156,10 +158,10 @@ def _exposed_gathers(rank: Rank, found: Sequence[_Exposed]) -> Finding:
     if budget is not None:
         holds = f"{in_bytes(budget)}, {budget // max(1, nbytes)} such units"
     hides = hidden_s >= NEARLY * total_s
-    would = "hide it" if hides else f"hide {in_seconds(hidden_s)} of it at most"
+    would = "hide this" if hides else f"hide {in_seconds(hidden_s)} of this at most"
     text = (
-        f"{_named(rank, 'gather', found)}, the budget holds {holds}; one more would {would} and "
-        f"cost {in_bytes(nbytes)}"
+        f"{_named(rank, 'gather', found)}; the prefetch budget holds {holds}, and one more would "
+        f"{would} and cost {in_bytes(nbytes)}"
     )
     change = f"set_prefetch_budget({3 * nbytes if budget is None else budget + nbytes})"
     return Finding("gather", units[0]["name"], text, change, total_s)
@@ -171,8 +173,8 @@ def _exposed_reductions(rank: Rank, found: Sequence[_Exposed]) -> Finding:
     budget = rank["engines"][units[0]["engine"]]["reduction_budget"]
     holds = "one reduction" if budget is None else in_bytes(budget)
     text = (
-        f"{_named(rank, 'reduction', found)}, the budget holds {holds}; one more in flight would "
-        f"cost {in_bytes(nbytes)}"
+        f"{_named(rank, 'reduction', found)}; the reduction budget holds {holds}, and one more "
+        f"in flight would cost {in_bytes(nbytes)}"
     )
     change = f"set_reduction_budget({2 * nbytes if budget is None else budget + nbytes})"
     return Finding("reduction", units[0]["name"], text, change, sum(one.exposed_s for one in found))

@@ -159,7 +159,7 @@ class History:
         missed: number of times that each guess was wrong.
         spent: durations by kind of segment.
         first_s: seconds of the first step, which the sums leave out if there are others; it
-            allocates memory, and compiles.
+            allocates memory, and code may be compiled in it.
         last: the segment added last, of any kind.
     """
 

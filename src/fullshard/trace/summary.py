@@ -14,7 +14,7 @@ from fullshard.trace.spans import LANES, spans
 MOST_RANKS = 8
 """Number of ranks whose lanes are shown: the first ones, and the one that waits least."""
 MOST_SPANS = 2_000
-"""Number of spans of one lane that are shown, the longest ones; a fourth in the other steps."""
+"""Number of spans of a lane that are shown, the longest ones; in other steps a quarter as many."""
 NUM_OTHERS = 3
 """Number of slowest steps that are shown besides the last one."""
 MOST_POINTS = 1_000

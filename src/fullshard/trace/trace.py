@@ -103,7 +103,7 @@ class Trace:
         return rankfile.write(self.folder, found["rank"], found)
 
     def _about(self, run: _Run) -> dict[str, Any]:
-        """Return what tells this run from others."""
+        """Return the facts that identify this run."""
         buckets = [bucket for unit in run.units for bucket in unit.buckets]
         inner = getattr(self._model, "module", self._model)  # of FullyShardedDataParallel
         classes = (base for base in type(inner).__mro__ if not issubclass(base, ShardedModule))

@@ -19,7 +19,7 @@ _LINE_S = 5.0  # seconds between two lines
 
 @contextmanager
 def showing_progress(*, enabled: bool = True) -> Iterator[None]:
-    """Show on stderr how far the operations in this context are, with rate and time left.
+    """Show on stderr the progress of operations in the block; with a total, also the time left.
 
     Args:
         enabled: False shows nothing, as on all workers but the first.

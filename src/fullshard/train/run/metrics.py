@@ -177,7 +177,7 @@ def draw_loss(metrics: Path, picture: Path) -> bool:
     window = max(1, len(steps) // 30)
     sums = np.cumsum(losses)
     means = (sums[window:] - sums[:-window]) / window
-    axes.plot(steps[window:], means, color="#0072b2", label=f"training, mean of {window} step(s)")
+    axes.plot(steps[window:], means, color="#0072b2", label=f"training, running mean over {window}")
     evaluated = [record for record in records if "eval_loss" in record]
     at, held_out = ([one[key] for one in evaluated] for key in ("step", "eval_loss"))
     axes.plot(at, held_out, "o-", color="#d55e00", label="held-out text")
