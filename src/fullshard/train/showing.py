@@ -29,7 +29,7 @@ def showing_progress(*, enabled: bool = True) -> Iterator[None]:
         return
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     with Bars(
-        TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn(),
+        TextColumn("{task.description}"), BarColumn(bar_width=10), TimeElapsedColumn(),
         TextColumn("{task.fields[words]}"),
         console=console, transient=True, disable=not console.is_terminal,
     ) as bars:  # fmt: skip
@@ -60,7 +60,8 @@ def _words(progress: Progress, passed_s: float) -> str:
     is_bytes = progress.unit == "bytes"
     done = in_bytes(progress.done) if is_bytes else f"{progress.done:,}"
     if progress.total is None:
-        return done if is_bytes else f"{done} {progress.unit}"
+        unit = progress.unit.removesuffix("s" if progress.done == 1 else "")
+        return done if is_bytes else f"{done} {unit}"
     total = in_bytes(progress.total) if is_bytes else f"{progress.total:,} {progress.unit}"
     if not progress.done:
         return f"{done} of {total}"
