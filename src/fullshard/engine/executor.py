@@ -211,7 +211,7 @@ class Engine:
 
     def trigger(self, trigger: Trigger) -> None:
         """Pass ``trigger`` to the scheduler, then carry out its actions; one thread at a time."""
-        with self.backward.lock, unchecked():
+        with unchecked(self.backward.lock):
             if self.backward.dead and type(trigger) is not when.TaskDied:
                 self.backward.report_dead()
             self._hear(trigger)
@@ -296,7 +296,7 @@ class Engine:
                 f"a forward of {_named(unit)} was called while another thread is in a backward of "
                 "the model. Call it when that backward has ended"
             )
-        with self.backward.lock, unchecked():
+        with unchecked(self.backward.lock):
             self._enter(unit, member, inputs)
 
     def _enter(self, unit: Unit, member: int, inputs: Iterable[Tensor]) -> None:
@@ -334,7 +334,7 @@ class Engine:
 
     def exit(self, unit: Unit, member: int, outputs: Iterable[Tensor], *, failed: bool) -> None:
         """Exit the forward of ``member`` of ``unit``, which ended or was left by an exception."""
-        with self.backward.lock, unchecked():
+        with unchecked(self.backward.lock):
             use = self._uses.get(unit.key)
             if use is None or not use.running:
                 return  # another hook failed before ours, so the member never entered

@@ -12,8 +12,8 @@ An axis is a set of ranks, which may span several dims of a mesh. Axes of one ra
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,18 @@ from fullshard.errors import ConfigError
 from fullshard.tensors.parallel_mesh import SpmdMesh
 
 
-def unchecked() -> AbstractContextManager[Any]:
-    """Return a context in which ``spmd_types`` checks no types, for work of the engine."""
-    package = _package()
-    return nullcontext() if package is None else package.no_typecheck()
+def unchecked(lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """Return a context that holds ``lock``, and in which ``spmd_types`` checks no types.
+
+    It is ``lock`` itself if the program has not imported ``spmd_types``: each trigger needs one.
+    """
+    return lock if "spmd_types" not in sys.modules else _holding(lock)
+
+
+@contextmanager
+def _holding(lock: AbstractContextManager[Any]) -> Iterator[None]:
+    with lock, _package().no_typecheck():
+        yield
 
 
 def is_annotated(param: Tensor) -> bool:

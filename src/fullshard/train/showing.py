@@ -61,7 +61,7 @@ def _words(progress: Progress, passed_s: float) -> str:
     done = in_bytes(progress.done) if is_bytes else f"{progress.done:,}"
     if progress.total is None:
         unit = progress.unit.removesuffix("s" if progress.done == 1 else "")
-        return done if is_bytes else f"{done} {unit}"
+        return (done if is_bytes else f"{done} {unit}") if progress.done else ""
     total = in_bytes(progress.total) if is_bytes else f"{progress.total:,} {progress.unit}"
     if not progress.done:
         return f"{done} of {total}"
