@@ -25,8 +25,15 @@ from fullshard.checkpoint.format import NewFile
 from fullshard.checkpoint.weights import load as importing
 from fullshard.checkpoint.weights import save as exporting
 from fullshard.checkpoint.weights.names import StoredReader, stored_tensors
-from fullshard.errors import CheckpointError, ConfigError, FullshardError, UnsupportedError
-from tests.ranks.pool import RankPool
+from fullshard.errors import (
+    CheckpointError,
+    ConfigError,
+    FailedRankError,
+    FullshardError,
+    UnsupportedError,
+)
+from fullshard.progress import Progress, on_progress
+from tests.ranks.pool import RankPool, on_ranks
 
 SIZES = {
     "vocab_size": 65,
@@ -538,3 +545,19 @@ def test_files_say_what_they_hold(tmp_path: Path) -> None:
     with safe_open(tmp_path / "ours" / "model.safetensors", framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     assert sorted(one.name for one in (tmp_path / "ours").iterdir()) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("at", ["start", "end"])
+@on_ranks(2)
+def test_a_listener_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path, at: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fullshard.fully_shard(model)
+
+    def listen(progress: Progress) -> None:
+        if dist.get_rank() == 1 and (progress.done > 0) == (at == "end"):
+            raise ValueError("no more")
+
+    with on_progress(listen), pytest.raises(FailedRankError, match="rank 1: ValueError: no more"):
+        checkpoint.save_weights(model, tmp_path / "weights")
+    assert not (tmp_path / "weights").exists()
+    checkpoint.save_weights(model, tmp_path / "weights")

@@ -440,7 +440,7 @@ def _mixed_precision(program: Program, key: str, value: Any) -> None:
 
 
 def _strategy(program: Program, key: str, value: Any) -> None:
-    """Take a sharding strategy of FSDP1, by name or number, or what FSDP2 has in its place."""
+    """Take a strategy of FSDP1, by name or number, or ``reshard_after_forward`` of FSDP2."""
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
     is_number = not isinstance(value, bool) and str(value).isdigit()
     if is_number and 1 <= int(value) <= len(names):

@@ -66,7 +66,7 @@ _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
 def _is_known(file: str) -> bool:
-    """Return whether a function in ``file`` is PyTorch's, ours, or of what PyTorch imports."""
+    """Return whether ``file`` belongs to PyTorch, to fullshard, or to packages of PyTorch."""
     if file.startswith(_KNOWN) or file.endswith("typing_extensions.py"):
         return True
     if Path(file).parent.name == "spmd_types":  # imported by PyTorch 2.15 if it is installed

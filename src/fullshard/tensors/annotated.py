@@ -30,7 +30,7 @@ from fullshard.tensors.parallel_mesh import SpmdMesh
 def unchecked(lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     """Return a context that holds ``lock``, and in which ``spmd_types`` checks no types.
 
-    It is ``lock`` itself if the program has not imported ``spmd_types``: each trigger needs one.
+    Returns ``lock`` itself if the program has not imported ``spmd_types``, to save host time.
     """
     return lock if "spmd_types" not in sys.modules else _holding(lock)
 

@@ -339,6 +339,7 @@ class _Plan:
     Attributes:
         files: the tensors of each file, in the order in which they are written.
         names: of the files.
+        work: the progress of all ranks.
     """
 
     def __init__(
@@ -351,6 +352,7 @@ class _Plan:
         self.manifest = manifest
         world = len(manifest.files)
         self.tensors = planned_tensors(model, manifest, dtype)
+        self.work = Operation("saving weights", sum(one.nbytes for one in self.tensors))
         for one in self.tensors:
             if one.dtype == torch.complex128:
                 raise UnsupportedError(
@@ -414,7 +416,6 @@ class _Writer:
         nbytes = _BUFFER_NBYTES // 2 // min(self._world, len(self._plan.files))
         rounds = [list(self._plan.rounds(rank, nbytes)) for rank in range(self._world)]
         failure: Exception | None = None
-        work = Operation("saving weights", sum(one.nbytes for one in self._plan.tensors))
         for number in range(max(map(len, rounds))):
             batches = [own[number] if number < len(own) else [] for own in rounds]
             shares = [shares_of(self._plan.manifest, batch) for batch in batches]
@@ -423,9 +424,9 @@ class _Writer:
                 break
             try:
                 self._write(batches[self._rank], shares[self._rank], given)
+                self._plan.work.add(sum(piece.nbytes for batch in batches for piece in batch))
             except Exception as error:
                 failure = error  # the next round says so
-            work.add(sum(piece.nbytes for batch in batches for piece in batch))
         try:
             self._close()
             self._write_empty_files()
