@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.pure.import_rules import (
+    ROOT,
     Source,
     collectives_outside_comm,
     dotted_uses_outside_their_seam,
@@ -198,6 +199,15 @@ def test_only_what_is_slow_or_optional_is_imported_inside_functions(files: list[
     for module in ("matplotlib.pyplot", "torch.distributed.checkpoint"):
         assert len(misplaced_imports([source("train/a.py", f"import {module} as m")])) == 1
     assert misplaced_imports(files) == []
+
+
+def test_files_keep_to_their_budget() -> None:
+    sizes = {
+        str(path): len(path.read_text().splitlines())
+        for path in ROOT.rglob("*.py")
+        if "_torch" not in path.parts
+    }
+    assert len(sizes) > 250 and {path: n for path, n in sizes.items() if n > 600} == {}
 
 
 def test_no_two_classes_have_one_name() -> None:

@@ -7,6 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
+from fullshard.progress import Operation, on_progress
+from fullshard.train import showing
 from fullshard.train.run.metrics import StepRecord
 from fullshard.train.run.progress import Reporter, say, wrapped
 
@@ -108,3 +110,38 @@ def test_other_workers_print_nothing(capsys: pytest.CaptureFixture[str]) -> None
     with Reporter(first=0, total=2, enabled=False) as reporter:
         reporter.show(record(1))
     assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_shows_what_runs_besides_training_until_it_ends() -> None:
+    frames = []
+    for evaluated in (32, 64):
+        screen = io.StringIO()
+        console = Console(file=screen, force_terminal=True, width=80, color_system=None)
+        with Reporter(first=0, total=600, enabled=True, console=console) as reporter:
+            reporter.show(record(100))
+            with on_progress(reporter.show_operation):
+                evaluating = Operation("evaluating", 64, "sequences")
+                saving = Operation("saving", 8 * 10**9)
+            evaluating.add(evaluated)
+            saving.add(2 * 10**9)
+        frames.append(screen.getvalue())
+    assert "evaluating: 32 of 64 sequences" in frames[0] and "evaluating" not in frames[1]
+    assert all("loss" in frame and "saving: 2 GB of 8 GB" in frame for frame in frames)
+
+
+def test_without_a_terminal_long_operations_print_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(showing, "_LINE_S", 0.0)
+    seconds = iter(range(0, 100, 2))
+    monkeypatch.setattr(showing.time, "monotonic", lambda: next(seconds))
+    for enabled in (True, False):
+        with (
+            Reporter(first=0, total=600, enabled=enabled) as reporter,
+            on_progress(reporter.show_operation),
+        ):
+            Operation("evaluating", 64, "sequences").add(16)
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluating: 0 of 64 sequences",
+        "evaluating: 16 of 64 sequences, 8.0/s, 6 s left",
+    ]

@@ -21,7 +21,9 @@ from fullshard.cli.doctor_tables import print_report
 from fullshard.cli.printing import print_json
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.plan import hardware_from, time_host
+from fullshard.progress import on_progress
 from fullshard.train.job import default_nproc, start_workers
+from fullshard.train.showing import Operations
 from fullshard.train.world import is_worker, meeting_place, num_local_workers
 
 Show = Callable[[doctor.Report], None]
@@ -84,15 +86,17 @@ def _work(show: Show, mesh: str | None, timeout_s: float) -> NoReturn:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shape = doctor.mesh_shape(mesh, world)
     try:
-        code = doctor.examine(
-            _meet,
-            show,
-            rank=rank,
-            world=world,
-            shape=shape,
-            timeout_s=timeout_s,
-            calibrate=time_host,
-        )
+        # Lines, no bar: a rank that exceeds a time limit exits at once, with the cursor hidden.
+        with on_progress(Operations(prints=rank == 0).update):
+            code = doctor.examine(
+                _meet,
+                show,
+                rank=rank,
+                world=world,
+                shape=shape,
+                timeout_s=timeout_s,
+                calibrate=time_host,
+            )
     except FullshardError as error:
         print(f"fullshard: error: rank {rank}: {error}", file=sys.stderr)
         code = 1

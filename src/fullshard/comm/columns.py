@@ -1,6 +1,7 @@
 """Collectives among the ranks of one column: those that have the same index on each host.
 
-They run in gloo groups of fullshard's own. All data begins with the digest of its collective.
+They run in gloo groups of fullshard's own. The data of gathers, reductions and means begins with the
+digest of its collective.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fullshard.comm.shared import HostExchange
 from fullshard.errors import LostRankError, ProtocolError
 
 HEAD_NBYTES = 64
-"""Size of the digest of an exchange, in front of all data that goes to another host."""
+"""Size of the digest in front of the data of a gather, a reduction or a mean."""
 _MOST_GROUPS = 4
 """Most groups of one kind in a column. A group takes three threads and a connection per host."""
 

@@ -18,6 +18,7 @@ from fullshard.doctor.links import Timing, median_timings, time_wire
 from fullshard.doctor.report import Dim, GroupTimings, Report
 from fullshard.doctor.speed import Speed, speed_here
 from fullshard.doctor.wires import Wire, default_shape, wire_of
+from fullshard.progress import Operation
 
 Calibrate = Callable[[Speed, DeviceMesh, torch.device], Speed]
 """Adds measurements to the speed of this rank; all ranks of the mesh call it at the same time."""
@@ -137,16 +138,20 @@ def measure(
         calibrate: see ``examine``.
     """
     wires, timings = [], []
+    work = Operation("measuring", mesh.ndim + 2, "steps")
     for dim in range(mesh.ndim):
         wire = collectives_of(mesh, dim)
         board.meet(f"dim {dim}")
         wires.append(wire_of(mesh, dim, wire))
         timings.append([] if wire.world == 1 else time_wire(wire, device, sizes=sizes))
+        work.add(1)
     board.meet("speed")
     speed = speed_here(device)
+    work.add(1)
     board.meet("steps")
     if calibrate is not None:
         speed = calibrate(speed, mesh, device)
+    work.add(1)
     told = board.gather("measured", [wires, timings, speed])
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     dims = [

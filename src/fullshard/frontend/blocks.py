@@ -140,10 +140,10 @@ def shard_blocks(
 
     Without a policy, each block is a unit: each member of a list that holds several modules of one
     class (a transformer's layers, but not modules that repeat inside a layer). Of stages, as in
-    ConvNets and Swin, the blocks are units. Embeddings and
-    linear layers outside these blocks are units if they are more than half as large as the largest
-    block. The model itself, with all other parameters, is the last unit. A module with a parameter
-    that is tied to one outside the module does not become a unit. Build the optimizer afterwards.
+    ConvNets and Swin, the blocks are units. Embeddings and linear layers outside these blocks are
+    units if they are more than half as large as the largest block. The model itself, with all other
+    parameters, is the last unit. A module with a parameter that is tied to one outside the module
+    does not become a unit. Build the optimizer afterwards.
 
     Args:
         model: the whole model, with nothing sharded yet.
@@ -347,10 +347,8 @@ def _has_children(module: nn.Module) -> bool:
 def _members(module: nn.Module) -> list[nn.Module]:
     """Return the children of ``module``; of a list that has only lists in it, their members."""
     children = _children(module)
-    is_list_of_lists = (
-        _is_bare_list(module) and bool(children) and all(map(_is_bare_list, children))
-    )
-    return [one for child in children for one in _members(child)] if is_list_of_lists else children
+    has_lists = _is_bare_list(module) and bool(children) and all(map(_is_bare_list, children))
+    return [one for child in children for one in _members(child)] if has_lists else children
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
@@ -454,14 +452,12 @@ class Choice:
         return found
 
     def __str__(self) -> str:
-        kept = self.reshard_after_forward is False
-        after = (
-            "kept after forward" if kept else f"reshard_after_forward={self.reshard_after_forward}"
-        )
+        reshard = self.reshard_after_forward
+        after = f"reshard_after_forward={reshard}" if reshard else "kept after forward"
         words = {
             f"{self.replicas} replicas": self.replicas > 1,
             f"layout {self.layout!r}": self.layout != PerParameter(),
-            after: self.reshard_after_forward is not None,
+            after: reshard is not None,
             "offloaded to the host": self.offload_policy != OffloadPolicy(),
             f"wire {self.wire}": self.wire != WirePolicy(),
             f"{self.blocks_per_unit} blocks a unit": self.blocks_per_unit > 1,
@@ -489,9 +485,7 @@ class Choice:
                     f"divide {mesh.size()} ranks; plan for as many as there are"
                 )
             return init_device_mesh(
-                mesh.device_type,
-                (self.replicas, shards),
-                mesh_dim_names=("replicate", "shard"),
+                mesh.device_type, (self.replicas, shards), mesh_dim_names=("replicate", "shard")
             )
         replicas = mesh.size(0) if mesh.ndim == 2 else 1
         if replicas != self.replicas:

@@ -49,7 +49,7 @@ def hardware_from(report: Report, date: str) -> Hardware:
     gpu = None if report.device == "cpu" else ranks[0].gpu
     preset = CPU if gpu is None else PRESETS["h100"]
     assumed = "" if gpu is None else "; granule, fixed and communicator bytes are those of a preset"
-    shares = any(SHARED_MEMORY in dim.carriers() for dim in report.dims)
+    shares = any(SHARED_MEMORY in name for dim in report.dims for name in dim.carriers())
     hardware = replace(
         preset,
         name=f"cpu, {ranks[0].num_threads} thread(s) a rank" if gpu is None else gpu.name,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard.progress import Operation
 from fullshard.train.architecture import logits_and_added_loss, next_token_logits
 from fullshard.train.config import TrainConfig
 from fullshard.train.data import IGNORED, TokenizedText
@@ -44,6 +45,7 @@ class Evaluation:
         rows = torch.arange(count) * available // count  # evenly spread
         per_round = config.batch * world.size
         nats, nbytes, num_tokens = 0.0, 0.0, 0
+        work = Operation("evaluating", count, "sequences")
         model.eval()
         for start in range(0, count, per_round):
             # Each worker evaluates its share of the round. Forward all-gathers weights, so a worker
@@ -57,6 +59,7 @@ class Evaluation:
                 learned = labels[labels != IGNORED]
                 nbytes += float(self._bytes_per_token[learned].sum())
                 num_tokens += len(learned)
+            work.add(min(per_round, count - start))
         model.train()
         nats, nbytes, count = world.rows(nats, nbytes, num_tokens).sum(dim=0).tolist()
         return Evaluated(nats / math.log(2) / nbytes, nats / count)

@@ -19,6 +19,7 @@ import fullshard
 from fullshard.checkpoint import load_weights
 from fullshard.errors import ConfigError, NonFiniteError
 from fullshard.optim import StepGuard
+from fullshard.progress import on_progress
 from fullshard.train.architecture import Architecture, choose_architecture, next_token_logits
 from fullshard.train.config import Dtype, LayoutName, TrainConfig
 from fullshard.train.data import Feed, Packed, TokenizedText
@@ -95,6 +96,7 @@ def train(
         tracker_of(config, first=first, enabled=world.is_first) as tracker,
         stopping() as trainer.stopping,
         recording(config, run, trainer.model),
+        on_progress(reporter.show_operation),
         ExitStack() as told,
     ):
 

@@ -8,13 +8,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from fullshard.plan import in_bytes
 from fullshard.progress import Progress, on_progress
 
 _LINE_S = 5.0  # seconds between two lines
+
+
+class Operations:
+    """The operations that run now, each with its progress in words.
+
+    Args:
+        prints: print a line on stderr every few seconds, for what is no terminal.
+
+    Attributes:
+        words: such as "1.2 GB of 3.4 GB, 600 MB/s, 4 s left", by the name of the operation.
+    """
+
+    def __init__(self, *, prints: bool) -> None:
+        self.words: dict[str, str] = {}
+        self._prints = prints
+        self._began_s: dict[str, float] = {}
+        self._told_s: dict[str, float] = {}
+
+    def update(self, progress: Progress) -> str:
+        """Note the progress of an operation, and return its words."""
+        what, now_s = progress.what, time.monotonic()
+        if not progress.done:
+            self._began_s[what] = self._told_s[what] = now_s
+        words = self.words[what] = _words(progress, now_s - self._began_s[what])
+        if self._prints and now_s - self._told_s[what] >= _LINE_S:
+            self._told_s[what] = now_s
+            print(f"{what}: {words}", file=sys.stderr)
+        if progress.done == progress.total:
+            del self.words[what]
+        return words
 
 
 @contextmanager
@@ -28,28 +58,23 @@ def showing_progress(*, enabled: bool = True) -> Iterator[None]:
         yield
         return
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    operations = Operations(prints=not console.is_terminal)
+    tasks: dict[str, TaskID] = {}
     with Bars(
         TextColumn("{task.description}"), BarColumn(bar_width=10), TimeElapsedColumn(),
         TextColumn("{task.fields[words]}"),
         console=console, transient=True, disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),  # else what goes to a file or pipe went to stderr
     ) as bars:  # fmt: skip
-        began_s = told_s = 0.0
-        bar = None
 
         def show(progress: Progress) -> None:
-            nonlocal began_s, told_s, bar
-            now_s = time.monotonic()
-            if not progress.done:
-                began_s = told_s = now_s
-                if bar is not None:
-                    bars.remove_task(bar)
-                bar = bars.add_task(progress.what, total=progress.total, words="")
-            words = _words(progress, now_s - began_s)
-            assert bar is not None
-            bars.update(bar, completed=progress.done, words=words)
-            if not console.is_terminal and now_s - told_s >= _LINE_S:
-                told_s = now_s
-                print(f"{progress.what}: {words}", file=sys.stderr)
+            what, words = progress.what, operations.update(progress)
+            if not progress.done and what in tasks:
+                bars.remove_task(tasks.pop(what))
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=progress.total, words="")
+            is_over = progress.done == progress.total
+            bars.update(tasks[what], completed=progress.done, words=words, visible=not is_over)
 
         with on_progress(show):
             yield
@@ -66,5 +91,5 @@ def _words(progress: Progress, passed_s: float) -> str:
     if not progress.done:
         return f"{done} of {total}"
     rate = progress.done / max(passed_s, 1e-9)
-    each = in_bytes(rate) if is_bytes else f"{rate:,.0f}"
+    each = in_bytes(rate) if is_bytes else f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
     return f"{done} of {total}, {each}/s, {(progress.total - progress.done) / rate:,.0f} s left"

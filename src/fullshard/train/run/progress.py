@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Self, TextIO
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from fullshard.plan import in_bytes
+from fullshard.progress import Progress
 from fullshard.train.run.metrics import StepRecord
+from fullshard.train.showing import Operations
 
 _PLAIN_LINES = 30  # approximate number of lines of a run without a terminal
 _LABEL = 13  # columns of a label such as "checkpoints"
@@ -77,17 +79,30 @@ class Reporter:
         self._started_s = clock()
         shows_live = enabled and self.console.is_terminal
         self._live = Live(console=self.console, refresh_per_second=4) if shows_live else None
+        self._step: RenderableType = Text()
+        self._operations = Operations(prints=enabled and not shows_live)
 
     def show(self, record: StepRecord) -> None:
         """Show a step that has just ended."""
         left_s = self._left_s(record.step)
         if self._live is not None:
-            self._live.update(self._frame(record, left_s=left_s))
+            self._step = self._frame(record, left_s=left_s)
+            self._draw(self._live)
             if record.eval_bits_per_byte is not None:
                 bits = f"{record.eval_bits_per_byte:.3f} bits per byte of held-out text"
                 self.console.print(f"step {record.step}: {bits}")
         elif self._is_due(record):
             self.console.print(_line(record, total=self._total, left_s=left_s))
+
+    def show_operation(self, progress: Progress) -> None:
+        """Show the progress of an evaluation or of a save."""
+        self._operations.update(progress)
+        if self._live is not None:
+            self._draw(self._live)
+
+    def _draw(self, live: Live) -> None:
+        running = [Text(f"{what}: {words}") for what, words in self._operations.words.items()]
+        live.update(Group(self._step, *running))
 
     def _is_due(self, record: StepRecord) -> bool:
         is_end = record.step in (self._first + 1, self._total)
