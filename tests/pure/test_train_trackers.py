@@ -116,13 +116,13 @@ def test_a_missing_library_is_named_before_the_start(
 ) -> None:
     for name in ("torch.utils.tensorboard", "wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=rf"--log {log}: .*pip install 'fullshard\[{log}\]'"):
+    with pytest.raises(ConfigError, match=rf"--log {log} needs {log}: pip install -e '.\[{log}\]'"):
         check_tracker(config_of(tmp_path, log))
     check_tracker(config_of(tmp_path, LogTo.NONE))
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="pip install 'fullshard[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     follow(config_of(tmp_path, LogTo.TENSORBOARD))

@@ -1,7 +1,7 @@
 """Collectives among the ranks of one column: those that have the same index on each host.
 
-They run in gloo groups of fullshard's own. The data of gathers, reductions and means begins with the
-digest of its collective.
+They run in gloo groups of fullshard's own. The data of gathers, reductions and means begins with
+the digest of its collective.
 """
 
 from __future__ import annotations

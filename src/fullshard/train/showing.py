@@ -21,7 +21,7 @@ class Operations:
     """The operations that run now, each with its progress in words.
 
     Args:
-        prints: print a line on stderr every few seconds, for what is no terminal.
+        prints: whether to print a line on stderr every few seconds, as in a log file.
 
     Attributes:
         words: such as "1.2 GB of 3.4 GB, 600 MB/s, 4 s left", by the name of the operation.

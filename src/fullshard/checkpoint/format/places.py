@@ -150,8 +150,8 @@ class ObjectUrl:
         except ImportError as error:
             raise ConfigError(
                 f"{self}: {scheme}:// needs a package that is missing ({error}): "
-                "pip install 'fullshard[object-stores]', and the package that fsspec names for "
-                f"{scheme}, such as s3fs or gcsfs"
+                "pip install -e '.[object-stores]' in a clone of fullshard, and the package that "
+                f"fsspec names for {scheme}, such as s3fs or gcsfs"
             ) from error
         except ValueError as error:
             raise ConfigError(f"{self}: fsspec does not know this URL ({error})") from error

@@ -7,14 +7,13 @@ have their names of ``metrics.jsonl``. Only the first worker logs.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from fullshard.errors import ConfigError
 from fullshard.train.config import LogTo, TrainConfig
+from fullshard.train.extras import imported
 
 _LIBRARIES = {
     LogTo.TENSORBOARD: "torch.utils.tensorboard",
@@ -34,13 +33,8 @@ def check_tracker(config: TrainConfig) -> None:
 
 
 def _library(to: LogTo) -> Any:
-    try:
-        return importlib.import_module(_LIBRARIES[to])
-    except ImportError as error:
-        raise ConfigError(
-            f"--log {to}: {error}; install it: pip install 'fullshard[{to}]', or leave --log out: "
-            "metrics.jsonl has the same figures"
-        ) from error
+    module = _LIBRARIES[to]
+    return imported(module, f"--log {to}", extra=str(to), package=module.rpartition(".")[2])
 
 
 class Tracker:
