@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from tests.ranks.pool import RankPool
@@ -39,6 +40,14 @@ def pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     filters = pytestconfig.getini("filterwarnings")
     with RankPool(warning_filters=filters, lanes=lanes) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    """Provide a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

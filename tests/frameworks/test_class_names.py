@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of transformers
 ]
 
-FEW = ("GPTNeoXForCausalLM", "LlavaForConditionalGeneration", "MixtralModel", "ViTModel")
+FEW = ("GPTNeoXForCausalLM", "GraniteSpeechModel", "LlavaModel", "SegformerModel", "ViTModel")
 
 FUSED = {
     "Molmo2TextModel", "NemotronH_Omni_Reasoning_V3", "RfDetrForInstanceSegmentation",
