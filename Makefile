@@ -78,5 +78,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "== installing torch==$(TORCH) (the first time takes minutes)"
 	@$(PIP) install torch==$(TORCH)
 	@echo "== installing fullshard and its tools"
-	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[plot,dev,docs,qlora,frameworks]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[plot,dev,docs,qlora,frameworks,datasets]'
 	@touch $@

@@ -32,7 +32,6 @@ OPTIONAL = {  # the extras, and a module of Python 3.14
         "jinja2",
         "peft",
         "bitsandbytes",
-        "pyarrow",
         "matplotlib",
         "zstandard",
         "fsspec",

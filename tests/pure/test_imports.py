@@ -195,7 +195,7 @@ def test_there_is_no_import_cycle(files: list[Source]) -> None:
 def test_only_what_is_slow_or_optional_is_imported_inside_functions(files: list[Source]) -> None:
     inside = "def f():\n    import {}"
     assert len(misplaced_imports([source("train/a.py", inside.format("json"))])) == 1
-    assert misplaced_imports([source("train/a.py", inside.format("pyarrow.parquet"))]) == []
+    assert misplaced_imports([source("train/a.py", inside.format("peft.utils"))]) == []
     for module in ("matplotlib.pyplot", "torch.distributed.checkpoint"):
         assert len(misplaced_imports([source("train/a.py", f"import {module} as m")])) == 1
     assert misplaced_imports(files) == []

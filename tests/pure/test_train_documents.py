@@ -1,4 +1,4 @@
-"""What ``--data`` reads: text, JSON, JSONL and parquet, files and folders."""
+"""What ``--data`` reads: text, JSON and JSONL, files and folders; tables: test_train_hub.py."""
 
 from __future__ import annotations
 
@@ -129,31 +129,6 @@ def test_records_that_are_all_bad_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("1\n2\n")
     with pytest.raises(ConfigError, match=r"holds no text .*bad records: .*a.jsonl, line 1: .*"):
         collect(str(tmp_path), skip_bad=True)
-
-
-def test_each_row_of_parquet_is_a_document(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    texts = [f"{TEXT}{number}" for number in range(12)]
-    table = arrow.table({"id": list(range(13)), "text": [*texts, None]})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    assert [document.text for document in collect(str(tmp_path)).documents] == texts
-
-
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [("body", 'expected a column "text", found body'), (None, "cannot be read as parquet")],
-)
-def test_parquet_without_text_is_refused(tmp_path: Path, column: str | None, message: str) -> None:
-    arrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "a.parquet"
-    if column is None:
-        path.write_text("no parquet")
-    else:
-        parquet.write_table(arrow.table({column: ["a"]}), path)
-    with pytest.raises(ConfigError, match=message):
-        collect(str(path))
 
 
 CHATS = [

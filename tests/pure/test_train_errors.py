@@ -102,7 +102,7 @@ DATA = [
     ("--data a_file", "a_file: holds no text"),
     ("--data no.jsonl", 'no.jsonl, line 2: expected an object with the field "text"'),
     ("--data broken.jsonl", "broken.jsonl, line 1: not JSON"),
-    ("--data rows.parquet", "rows.parquet needs pyarrow: pip install -e '.[parquet]'"),
+    ("--data rows.parquet", "rows.parquet needs datasets: pip install -e '.[datasets]'"),
     ("--data short.txt", "too little text: 0 sequences of 128 tokens"),
     ("--batch 900 --accumulate 2", "and one step of 2 workers needs 3600: give more --data"),
     ("--replicas 3", "--replicas is 3, it must divide the 2 workers"),
@@ -182,7 +182,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(launch, "_start_workers", refuse_to_start)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     here = tmp_path / "here"
     here.mkdir()
     for name, text in FILES.items():

@@ -185,7 +185,7 @@ class TrainConfig:
     )
     data: str | None = _option(
         None,
-        "Text or chats: files, JSONL or parquet; default: Python's standard library.",
+        "Text or chats: files, JSONL or tables; default: Python's standard library.",
         _TEXT,
         "PATH",
     )

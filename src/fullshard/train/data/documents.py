@@ -1,4 +1,4 @@
-"""Read ``--data`` (text, JSON, JSONL, parquet, compressed or not) into named documents."""
+"""Read ``--data`` (texts, JSON, tables, folders of a hub, compressed or not) into documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.errors import ConfigError
-from fullshard.train.extras import imported
+from fullshard.train.data.hub import TABLES, Rows, describes_itself, splits_in, table_in
 
 
 def read_bytes(path: Path) -> bytes:
@@ -148,12 +148,17 @@ class Corpus(NamedTuple):
 def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
     """Return the texts to train on.
 
-    A file of records is ``*.jsonl``, ``*.parquet``, or ``*.json`` with an array or one record. Each
-    record gives a document: the field or column ``text``, or a chat in ``messages``, with optional
-    ``tools``. Any other file of UTF-8 is one text. Files may be compressed (``*.gz``, ``*.bz2``,
-    ``*.xz``, ``*.zst``). Hidden files in a folder are never read. In a folder with records, as on
-    the Hugging Face Hub, README, LICENSE and similar files are left out. If names of files or
-    folders give splits and one is ``train``, the other splits are left out.
+    A file of records is ``*.jsonl``, ``*.ndjson``, ``*.parquet``, or ``*.json`` with an array,
+    lines or one record. Each record gives a document: the field or column ``text``, or a chat in
+    ``messages``, with optional ``tools``. ``*.csv``, ``*.tsv`` and ``*.arrow`` are records in a
+    folder with records alone. Any other file of UTF-8 is one text. Files may be compressed
+    (``*.gz``, ``*.bz2``, ``*.xz``, ``*.zst``). Hidden files in a folder are never read. In a folder
+    with records, as on the Hugging Face Hub, README, LICENSE and similar files are left out. If
+    names of files or folders give splits and one is ``train``, the other splits are left out; of
+    texts, if all names do.
+
+    The ``datasets`` library reads tables, and folders that name their data: by ``configs`` in
+    README.md, or written by ``Dataset.save_to_disk``.
 
     Args:
         data: a file or a folder. ``None`` reads the ``*.py`` of Python's standard library, without
@@ -169,13 +174,24 @@ def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
     folder = root.parent if root.is_file() else root
     names = {path: path.relative_to(folder).as_posix() for path in sorted(files)}
     left_out: dict[Path, str] = {}
-    records = {path: found for path in names if (found := _records(path)) is not None}
-    if records and root.is_dir():
+    if root.is_dir() and describes_itself(root):
+        named = {root / split: rows for split, rows in splits_in(root).items()}
+        names = {path: path.name for path in named}
+        records = {path: _read_rows(rows, f"{root}, {path.name}") for path, rows in named.items()}
+    else:
+        kinds = {_kind(path) for path in names if not _ABOUT.match(path.name)}
+        reads_tables = root.is_file() or kinds <= {*TABLES, ".jsonl", ".ndjson", ".json"}
+        found = {path: _records(path, reads_tables=reads_tables) for path in names}
+        records = {path: its for path, its in found.items() if its is not None}
+    splits = {path: _split_of(name) for path, name in names.items() if not _ABOUT.match(path.name)}
+    if not all(splits.values()):  # else all files are splits, records or not
+        splits = {path: split for path, split in splits.items() if path in records}
+    if root.is_dir() and (records or "train" in splits.values()):
         left_out |= {path: "about the records" for path in names if _ABOUT.match(path.name)}
-    splits = {path: _split_of(name) for path, name in names.items() if path in records}
     if "train" in splits.values():
-        others = {path: own for path, own in splits.items() if own not in ("", "train")}
-        left_out |= {path: f"split {own}" for path, own in others.items()}
+        left_out |= {
+            path: f"split {own}" for path, own in splits.items() if own not in ("", "train")
+        }
     documents: list[Document] = []
     bad = BadRecords()
     for path, name in names.items():
@@ -267,23 +283,33 @@ Records = Iterator[tuple[int, Mapping[str, Any] | ConfigError]]
 """Numbers of records in their file, each with the record, or the error of a bad record."""
 
 _ABOUT = re.compile(r"README|LICENSE|dataset_infos?\.json$|dataset_dict\.json$|state\.json$")
-_SPLIT = re.compile(r"(?:^|[-._/ ])(train|test|validation|valid|val|dev|eval)(?=$|[-._/ 0-9])")
+_SPLIT = re.compile(
+    r"(?:^|[-._/ 0-9])(train(?:ing)?|test(?:ing)?|validation|valid|val|dev|eval(?:uation)?)"
+    r"(?=$|[-._/ 0-9])"
+)
 
 
 def _split_of(name: str) -> str:
     """Return the split in the name of a file of records, such as "train"; "" if it has none."""
     found = _SPLIT.search(name)
-    return "" if found is None else found[1]
+    return "" if found is None else found[1].replace("training", "train")
 
 
-def _records(path: Path) -> Records | None:
+def _records(path: Path, *, reads_tables: bool) -> Records | None:
     """Return the records of a file; None if the file has no records."""
-    kind = path.with_suffix("").suffix if path.suffix in _DECOMPRESS else path.suffix
-    if kind == ".jsonl":
+    kind = _kind(path)
+    if kind in (".jsonl", ".ndjson"):
         return _read_jsonl(path)
     if kind == ".json":
         return _read_json(path)
-    return _read_parquet(path) if kind == ".parquet" else None
+    if kind == ".parquet" or (reads_tables and kind in TABLES):
+        return _read_rows(table_in(path, kind), str(path))
+    return None
+
+
+def _kind(path: Path) -> str:
+    """Return the extension of a file without that of its compression."""
+    return path.with_suffix("").suffix if path.suffix in _DECOMPRESS else path.suffix
 
 
 def _documents(records: Records, name: str, bad: BadRecords) -> Iterator[Document]:
@@ -333,11 +359,13 @@ def _parsed(line: bytes, where: str) -> Mapping[str, Any] | ConfigError:
 
 
 def _read_json(path: Path) -> Records | None:
-    """Return the records of an array, or a single one; None if the file has no records."""
+    """Return the records of an array or of lines, or a single one; None if there are none."""
+    data = read_bytes(path)
     try:
-        found = json.loads(read_bytes(path))
+        found = json.loads(data)
     except ValueError:
-        return None  # one text
+        first = _parsed(data.strip().partition(b"\n")[0], str(path))
+        return None if isinstance(first, ConfigError) else _read_jsonl(path)
     records = found if isinstance(found, list) else [found]
     if not any(isinstance(one, dict) and {_TEXT, _CHAT} & one.keys() for one in records):
         return None
@@ -373,43 +401,17 @@ def _is_chat(record: Mapping[str, Any]) -> bool:
     )
 
 
-def _read_parquet(path: Path) -> Records:
-    """Yield row numbers and records; a null text becomes empty, null fields of chats vanish."""
-    parquet = imported("pyarrow.parquet", f"--data {path}", extra="parquet")
-    arrow = imported("pyarrow", f"--data {path}", extra="parquet")
-    try:
-        with parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            names = schema.names
-            if _TEXT in names and _CHAT in names:
-                raise ConfigError(_BOTH.format(path))
-            if _TEXT in names:
-                kind = schema.field(_TEXT).type
-                if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-                    raise ConfigError(
-                        f'--data {path}: column "{_TEXT}" holds {kind}, expected string'
-                    )
-                texts = file.read(columns=[_TEXT]).column(_TEXT).to_pylist()
-                yield from ((number, {_TEXT: text or ""}) for number, text in enumerate(texts))
-                return
-            if _CHAT not in names:
-                raise ConfigError(
-                    f'--data {path}: expected a column "{_TEXT}" or "{_CHAT}", found '
-                    f"{', '.join(names)}"
-                )
-            chats = file.read(columns=[name for name in (_CHAT, _TOOLS) if name in names])
-    except (OSError, arrow.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"--data {path}: cannot be read as parquet ({reason})") from error
-    for number, record in enumerate(chats.to_pylist()):
-        known = _without_nulls(record)
-        expected = f'"{_CHAT}" to be objects with "role" and "content"'
-        where = f"--data {path}, row {number}"
-        yield number, known if _is_chat(known) else ConfigError(f"{where}: expected {expected}")
+def _read_rows(rows: Rows, where: str) -> Records:
+    """Yield row numbers and records; a null text becomes empty, other null fields vanish."""
+    for number, row in rows:
+        known = _without_nulls(row)
+        if row.get(_TEXT, "") is None and _CHAT not in known:
+            known = {_TEXT: ""}
+        yield number, _record(known, f"{where}, row {number}")
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return JSON values without null fields, because parquet gives all rows the same fields."""
+    """Return JSON values without null fields, because tables give all rows the same fields."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
