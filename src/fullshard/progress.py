@@ -1,4 +1,4 @@
-"""Report the progress of work on files, and of planning, to a function of the caller."""
+"""Report the progress of long operations to a function of the caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Operation", "Progress", "on_progress"]
 
 
 class Progress(NamedTuple):
-    """The progress of an operation: of this process, but of all ranks in ``save_weights``.
+    """The progress of an operation: of this process, or of all ranks if they count together.
 
     Attributes:
         what: the operation, such as "loading step-000100" or "planning".

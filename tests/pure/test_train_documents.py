@@ -217,9 +217,9 @@ def test_of_a_folder_from_a_hub_the_split_to_train_on_is_read(tmp_path: Path) ->
         "more",
     }
     assert found.left_out == (
-        "LICENSE (about the records)",
-        "README.md (about the records)",
-        "dataset_infos.json (about the records)",
+        "LICENSE (about the data)",
+        "README.md (about the data)",
+        "dataset_infos.json (about the data)",
         "data/test-00000-of-00001.jsonl (split test)",
         "validation/a.jsonl (split validation)",
     )

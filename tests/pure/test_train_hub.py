@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -86,6 +85,14 @@ FOLDERS: dict[str, dict[str, object]] = {
             "- config_name: de\n  data_files: de/*.jsonl\n"
         ),
     },
+    "more_splits": {
+        "a.jsonl": TRAIN,
+        "b.jsonl": TEST,
+        "README.md": README.format(
+            PER_FILE.format("default", "unsupervised", "b.jsonl")
+            + "  - split: train\n    path: a.jsonl\n"
+        ),
+    },
     "a_readme_without_files": {"a.jsonl": TRAIN, "README.md": "---\nlicense: mit\n---\nconfigs:\n"},
     "csv": {"train.csv": TRAIN, "test.csv": TEST, "README.md": "# A dataset\n"},
     "tsv": {"train.tsv": [TRAIN[0], TRAIN[2]]},
@@ -104,6 +111,11 @@ def test_a_folder_gives_the_records_that_the_library_gives(tmp_path: Path, name:
     assert [one.text for one in collect(str(root)).documents] == list(split["text"])
 
 
+def test_another_programs_state_is_no_dataset(tmp_path: Path) -> None:
+    write(tmp_path, {"a.jsonl": TRAIN, "state.json": '{"step": 3}'})
+    assert [one.text for one in collect(str(tmp_path)).documents] == TRAIN
+
+
 @pytest.mark.parametrize("splits", [False, True])
 def test_what_the_library_saved_is_read(tmp_path: Path, splits: bool) -> None:
     train, test = (datasets.Dataset.from_dict({"text": texts}) for texts in (TRAIN, TEST))
@@ -111,7 +123,7 @@ def test_what_the_library_saved_is_read(tmp_path: Path, splits: bool) -> None:
     saved.save_to_disk(str(tmp_path / "saved"))
     found = collect(str(tmp_path / "saved"))
     assert [one.text for one in found.documents] == TRAIN
-    assert found.left_out == (("test (split test)",) if splits else ())
+    assert found.left_out == (("split test",) if splits else ())
 
 
 @pytest.mark.parametrize("kind", [".parquet", ".csv", ".tsv", ".arrow"])
@@ -125,6 +137,36 @@ def test_a_table_is_read_alone(tmp_path: Path, kind: str) -> None:
     documents = collect(str(path)).documents
     assert [one.text for one in documents] == TRAIN
     assert documents[1].name == f"{path.name}:000000001"
+
+
+def test_texts_of_a_table_stay_texts(tmp_path: Path) -> None:
+    texts = ["NA", "1", "null", "1.50"]
+    write(tmp_path, {"a.csv": texts})
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    assert [one.text for one in collect(str(tmp_path)).documents] == texts * 2
+
+
+@pytest.mark.parametrize("name", ["a[1].csv", "a*.csv", "b[c]/a.parquet"])
+def test_a_name_is_no_pattern(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {name: TRAIN, "a1.csv": TEST})
+    assert [one.text for one in collect(str(tmp_path / name)).documents] == TRAIN
+
+
+def test_a_folder_with_the_name_of_a_reader_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "csv", FOLDERS["files_in_the_readme"])
+    write(tmp_path, {"other.csv": TEST})
+    monkeypatch.chdir(tmp_path)
+    assert [one.text for one in collect("csv").documents] == TRAIN
+    assert collect("csv").left_out == ("split test",)
+
+
+def test_the_library_sends_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("socket.getaddrinfo", lambda *place, **options: asked.append(place))
+    write(tmp_path, {"a.csv": TRAIN})
+    assert len(collect(str(tmp_path)).documents) == len(TRAIN) and asked == []
 
 
 def test_fields_that_other_rows_have_are_left_out_of_chats_and_texts(tmp_path: Path) -> None:
@@ -149,6 +191,12 @@ def without_a_default(root: Path) -> None:
     write(root, {"a.jsonl": TRAIN, "b.jsonl": TEST, "README.md": README.format(two)})
 
 
+def without_train(root: Path) -> None:
+    two = PER_FILE.format("default", "train_sft", "a.jsonl")
+    two += "  - split: train_gen\n    path: b.jsonl\n"
+    write(root, {"a.jsonl": TRAIN, "b.jsonl": TEST, "README.md": README.format(two)})
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -156,12 +204,19 @@ def without_a_default(root: Path) -> None:
             lambda root: datasets.Dataset.from_dict({"body": ["a"]}).to_parquet(
                 str(root / "a.parquet")
             ),
-            'a.parquet, row 0: expected an object with the field "text".*; found body',
+            "a.parquet: expected a column text or messages or tools, found body",
+        ),
+        (
+            lambda root: datasets.Dataset.from_dict({"text": [1]}).to_parquet(
+                str(root / "a.parquet")
+            ),
+            r"a.parquet, row 0: expected .*; found text \(int\)",
         ),
         (with_both_columns, 'a.parquet, row 0: has both "text" and "messages"'),
         (lambda root: (root / "a.parquet").write_text("no parquet"), "a.parquet: cannot be read"),
-        (lambda root: (root / "a.csv").write_text("a,b\n1,2\n"), "a.csv, row 0: .*; found a, b"),
-        (without_a_default, "cannot be read by the datasets library.*[Cc]onfig"),
+        (lambda root: (root / "a.csv").write_text("a,b\n1,2\n"), "a.csv.*: expected .* found a, b"),
+        (without_a_default, r"cannot be read by the datasets library.*\['en', 'de'\]"),
+        (without_train, "has the splits train_sft, train_gen and none named train"),
     ],
 )
 def test_what_has_no_text_is_refused(
@@ -182,21 +237,33 @@ def test_without_the_library_the_extra_is_named(
         collect(str(tmp_path))
 
 
-def test_a_table_among_other_files_is_a_text(tmp_path: Path) -> None:
+def test_a_table_is_a_text_only_among_texts_alone(tmp_path: Path) -> None:
     write(tmp_path, {"a.csv": TRAIN, "main.py": "print()\n"})
-    assert [re.sub(r"\W.*", "", one.text, flags=re.DOTALL) for one in
-            collect(str(tmp_path)).documents] == ["text", "print"]  # fmt: skip
+    first, second = (one.text for one in collect(str(tmp_path)).documents)
+    assert first.startswith("text") and second == "print()\n"
+    write(tmp_path, {"b.jsonl": TEST})
+    assert [one.text for one in collect(str(tmp_path)).documents] == [*TRAIN, *TEST, second]
+
+
+def test_lines_in_json_may_begin_with_a_bad_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"text": 3}\n' + lines(TRAIN))
+    with pytest.raises(ConfigError, match=r"a.json, line 1: expected .*; found text \(int\)"):
+        collect(str(path))
+    assert [one.text for one in collect(str(path), skip_bad=True).documents] == TRAIN
 
 
 def test_texts_with_splits_in_all_names_are_read_like_records(tmp_path: Path) -> None:
     names = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
     write(tmp_path, {**dict.fromkeys(names, "text\n"), "README.md": "about\n"})
+    (tmp_path / "logo.png").write_bytes(b"\xff\xfe")
     found = collect(str(tmp_path))
     assert [one.name for one in found.documents] == ["wiki.train.tokens"]
     assert found.left_out == (
-        "README.md (about the records)",
+        "logo.png (not UTF-8)",
         "wiki.test.tokens (split test)",
         "wiki.valid.tokens (split valid)",
+        "README.md (about the data)",
     )
-    write(tmp_path, {"more.py": "print()\n"})  # then names say nothing
+    write(tmp_path, {"more.py": "print()\n"})  # now one name gives no split
     assert len(collect(str(tmp_path)).documents) == 5

@@ -143,5 +143,5 @@ def test_without_a_terminal_long_operations_print_lines(
             Operation("evaluating", 64, "sequences").add(16)
     assert capsys.readouterr().err.splitlines() == [
         "evaluating: 0 of 64 sequences",
-        "evaluating: 16 of 64 sequences, 8.0/s, 6 s left",
+        "evaluating: 16 of 64 sequences, 0.1 s each, 6 s left",
     ]

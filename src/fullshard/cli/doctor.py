@@ -86,7 +86,8 @@ def _work(show: Show, mesh: str | None, timeout_s: float) -> NoReturn:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shape = doctor.mesh_shape(mesh, world)
     try:
-        # Lines, no bar: a rank that exceeds a time limit exits at once, with the cursor hidden.
+        # Lines, not a bar: a rank that exceeds a time limit exits at once and would leave the
+        # cursor hidden.
         with on_progress(Operations(prints=rank == 0).update):
             code = doctor.examine(
                 _meet,

@@ -131,7 +131,10 @@ def plan_command(
             found = _plan_function(_function(model), config, options)
     else:
         if budget is not None and (mesh or layout or reshard is not None):
-            raise ConfigError("--budget chooses --mesh, --layout and --reshard: leave them out")
+            raise ConfigError(
+                "--budget chooses mesh, layout and resharding: leave out --mesh, --layout and "
+                "--reshard"
+            )
         config = replace(config, model=model, replicas=sizes.get("replicate", 1))
         with showing_progress():
             found = _plan_config(config, sizes, options)

@@ -17,7 +17,9 @@ def imported(module: str, option: str, *, extra: str, package: str | None = None
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = package or module.partition(".")[0]
+        own = module.partition(".")[0]
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name in (own, module)
         raise ConfigError(
-            f"{option} needs {package}: pip install -e '.[{extra}]' in a clone of fullshard"
+            f"{option} needs {package or own}: pip install -e '.[{extra}]' in a clone of fullshard"
+            + ("" if is_missing else f" ({error})")
         ) from error

@@ -21,7 +21,7 @@ class Operations:
     """The operations that run now, each with its progress in words.
 
     Args:
-        prints: whether to print a line on stderr every few seconds, as in a log file.
+        prints: whether to print progress on stderr, at most a line every five seconds.
 
     Attributes:
         words: such as "1.2 GB of 3.4 GB, 600 MB/s, 4 s left", by the name of the operation.
@@ -64,7 +64,7 @@ def showing_progress(*, enabled: bool = True) -> Iterator[None]:
         TextColumn("{task.description}"), BarColumn(bar_width=10), TimeElapsedColumn(),
         TextColumn("{task.fields[words]}"),
         console=console, transient=True, disable=not console.is_terminal,
-        redirect_stdout=sys.stdout.isatty(),  # else what goes to a file or pipe went to stderr
+        redirect_stdout=sys.stdout.isatty(),  # else rich sends what is for a pipe to stderr
     ) as bars:  # fmt: skip
 
         def show(progress: Progress) -> None:
@@ -87,9 +87,12 @@ def _words(progress: Progress, passed_s: float) -> str:
     if progress.total is None:
         unit = progress.unit.removesuffix("s" if progress.done == 1 else "")
         return (done if is_bytes else f"{done} {unit}") if progress.done else ""
-    total = in_bytes(progress.total) if is_bytes else f"{progress.total:,} {progress.unit}"
+    unit = progress.unit.removesuffix("s" if progress.total == 1 else "")
+    total = in_bytes(progress.total) if is_bytes else f"{progress.total:,} {unit}"
     if not progress.done:
         return f"{done} of {total}"
     rate = progress.done / max(passed_s, 1e-9)
-    each = in_bytes(rate) if is_bytes else f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
-    return f"{done} of {total}, {each}/s, {(progress.total - progress.done) / rate:,.0f} s left"
+    speed = f"{in_bytes(rate) if is_bytes else f'{rate:,.0f}'}/s"
+    if rate < 10 and not is_bytes:
+        speed = f"{1 / rate:,.1f} s each"
+    return f"{done} of {total}, {speed}, {(progress.total - progress.done) / rate:,.0f} s left"

@@ -63,7 +63,7 @@ _SKIPPED_FOLDERS = frozenset(
     ["test", "tests", "encodings", "idlelib", "pydoc_data", "site-packages", "dist-packages"]
 )
 HELD_OUT_OF_256 = 16  # one document in sixteen
-# Fields of a JSONL record, columns of a parquet file.
+# Fields of a record, columns of a table.
 _TEXT, _CHAT, _TOOLS = "text", "messages", "tools"
 _BOTH = f'--data {{}}: has both "{_TEXT}" and "{_CHAT}"; leave out the one not to be learned'
 _NUM_TOLD = 3  # number of bad records that messages name
@@ -148,17 +148,19 @@ class Corpus(NamedTuple):
 def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
     """Return the texts to train on.
 
-    A file of records is ``*.jsonl``, ``*.ndjson``, ``*.parquet``, or ``*.json`` with an array,
-    lines or one record. Each record gives a document: the field or column ``text``, or a chat in
-    ``messages``, with optional ``tools``. ``*.csv``, ``*.tsv`` and ``*.arrow`` are records in a
-    folder with records alone. Any other file of UTF-8 is one text. Files may be compressed
-    (``*.gz``, ``*.bz2``, ``*.xz``, ``*.zst``). Hidden files in a folder are never read. In a folder
-    with records, as on the Hugging Face Hub, README, LICENSE and similar files are left out. If
-    names of files or folders give splits and one is ``train``, the other splits are left out; of
-    texts, if all names do.
+    Each record gives a document: the field or column ``text``, or a chat in ``messages``, with
+    optional ``tools``. Records are in ``*.jsonl``, ``*.ndjson``, ``*.parquet``, and in ``*.json``
+    with an array, one record or one per line. ``*.csv``, ``*.tsv`` and ``*.arrow`` have records if
+    they are given alone, or in a folder with other records or with tables alone. Any other file of
+    UTF-8 is one text. Files may be compressed (``*.gz``, ``*.bz2``, ``*.xz``, ``*.zst``). Hidden
+    files in a folder are never read.
+
+    In a folder with records, as on the Hugging Face Hub, README, LICENSE and similar files are left
+    out. If names of files or folders give splits and one is ``train``, the other splits are left
+    out. So they are in a folder of texts in which each name gives a split.
 
     The ``datasets`` library reads tables, and folders that name their data: by ``configs`` in
-    README.md, or written by ``Dataset.save_to_disk``.
+    README.md, or written by ``Dataset.save_to_disk``. Of these the split ``train`` is read.
 
     Args:
         data: a file or a folder. ``None`` reads the ``*.py`` of Python's standard library, without
@@ -171,40 +173,13 @@ def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
             records, or the documents mix texts and chats.
     """
     root, files = find(data)
-    folder = root.parent if root.is_file() else root
-    names = {path: path.relative_to(folder).as_posix() for path in sorted(files)}
-    left_out: dict[Path, str] = {}
-    if root.is_dir() and describes_itself(root):
-        named = {root / split: rows for split, rows in splits_in(root).items()}
-        names = {path: path.name for path in named}
-        records = {path: _read_rows(rows, f"{root}, {path.name}") for path, rows in named.items()}
-    else:
-        kinds = {_kind(path) for path in names if not _ABOUT.match(path.name)}
-        reads_tables = root.is_file() or kinds <= {*TABLES, ".jsonl", ".ndjson", ".json"}
-        found = {path: _records(path, reads_tables=reads_tables) for path in names}
-        records = {path: its for path, its in found.items() if its is not None}
-    splits = {path: _split_of(name) for path, name in names.items() if not _ABOUT.match(path.name)}
-    if not all(splits.values()):  # else all files are splits, records or not
-        splits = {path: split for path, split in splits.items() if path in records}
-    if root.is_dir() and (records or "train" in splits.values()):
-        left_out |= {path: "about the records" for path in names if _ABOUT.match(path.name)}
-    if "train" in splits.values():
-        left_out |= {
-            path: f"split {own}" for path, own in splits.items() if own not in ("", "train")
-        }
-    documents: list[Document] = []
     bad = BadRecords()
-    for path, name in names.items():
-        if path in left_out:
-            continue
-        if path in records:
-            read = list(_documents(records[path], name, bad))
-        else:
-            read = _text(path, name, left_out)
-        documents += [document for document in read if document.text]
+    if root.is_dir() and describes_itself(root):
+        documents, told = _of_splits(root, bad)
+    else:
+        documents, told = _of_files(root, files, bad)
     if not skip_bad:
         bad.refuse()
-    told = _told({names[path]: why for path, why in left_out.items()})
     if not documents:
         more = f"; left out: {', '.join(told)}" if told else ""
         more += f"; bad records: {bad}" if bad.count else ""
@@ -219,6 +194,55 @@ def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
             "only chats or only texts"
         )
     return Corpus(sorted(documents, key=lambda document: document.name), told, bad)
+
+
+def _of_splits(root: Path, bad: BadRecords) -> tuple[list[Document], tuple[str, ...]]:
+    """Return the documents of a folder that names its data, and the splits that were not read."""
+    splits = splits_in(root, (_TEXT, _CHAT, _TOOLS))
+    if "train" not in splits and len(splits) > 1:
+        raise ConfigError(
+            f"--data {root}: has the splits {', '.join(splits)} and none named train; give the "
+            "files of one"
+        )
+    split = "train" if "train" in splits else next(iter(splits))
+    records = _read_rows(splits[split], f"{root}, {split}")
+    others = tuple(f"split {name}" for name in splits if name != split)
+    return [one for one in _documents(records, split, bad) if one.text], others
+
+
+def _of_files(
+    root: Path, files: Sequence[Path], bad: BadRecords
+) -> tuple[list[Document], tuple[str, ...]]:
+    """Return the documents of files in ``root``, and what was left out."""
+    folder = root.parent if root.is_file() else root
+    names = {path: path.relative_to(folder).as_posix() for path in sorted(files)}
+    about = {p: "about the data" for p in names if root.is_dir() and _ABOUT.match(p.name)}
+    records = {path: its for path in names if (its := _records(path)) is not None}
+    tables = [path for path in names if _kind(path) in TABLES and path not in records]
+    if root.is_file() or records or names.keys() == {*tables, *about}:
+        records |= {path: _rows_of(path) for path in tables}
+    left_out: dict[Path, str] = {}
+    if records:
+        left_out |= about | _other_splits({path: names[path] for path in records})
+    read: dict[Path, list[Document]] = {}
+    for path, name in names.items():
+        if path in records and path not in left_out:
+            read[path] = list(_documents(records[path], name, bad))
+        elif path not in left_out:
+            read[path] = _text(path, name, left_out)
+    texts = {path: names[path] for path, found in read.items() if found and path not in about}
+    if root.is_dir() and all(map(_split_of, texts.values())):
+        left_out |= (others := _other_splits(texts)) and others | about
+    told = _told({names[path]: why for path, why in left_out.items()})
+    kept = [one for path, found in read.items() if path not in left_out for one in found]
+    return [one for one in kept if one.text], told
+
+
+def _other_splits(names: Mapping[Path, str]) -> dict[Path, str]:
+    """Return the files of other splits, with their split, if there is a split to train on."""
+    splits = {path: _split_of(name) for path, name in names.items()}
+    others = {path: f"split {own}" for path, own in splits.items() if own not in ("", "train")}
+    return others if "train" in splits.values() else {}
 
 
 def find(data: str | None) -> tuple[Path, list[Path]]:
@@ -295,16 +319,19 @@ def _split_of(name: str) -> str:
     return "" if found is None else found[1].replace("training", "train")
 
 
-def _records(path: Path, *, reads_tables: bool) -> Records | None:
-    """Return the records of a file; None if the file has no records."""
+def _records(path: Path) -> Records | None:
+    """Return the records of a file; None if it has none, or is a table that may be a text."""
     kind = _kind(path)
     if kind in (".jsonl", ".ndjson"):
         return _read_jsonl(path)
     if kind == ".json":
         return _read_json(path)
-    if kind == ".parquet" or (reads_tables and kind in TABLES):
-        return _read_rows(table_in(path, kind), str(path))
-    return None
+    return _rows_of(path) if kind == ".parquet" else None
+
+
+def _rows_of(path: Path) -> Records:
+    rows = table_in(path, _kind(path), (_TEXT, _CHAT, _TOOLS))
+    return _read_rows(rows, str(path))
 
 
 def _kind(path: Path) -> str:
@@ -360,12 +387,12 @@ def _parsed(line: bytes, where: str) -> Mapping[str, Any] | ConfigError:
 
 def _read_json(path: Path) -> Records | None:
     """Return the records of an array or of lines, or a single one; None if there are none."""
-    data = read_bytes(path)
     try:
-        found = json.loads(data)
+        found = json.loads(read_bytes(path))
     except ValueError:
-        first = _parsed(data.strip().partition(b"\n")[0], str(path))
-        return None if isinstance(first, ConfigError) else _read_jsonl(path)
+        lines = list(_read_jsonl(path))
+        has_records = any(not isinstance(line, ConfigError) for _, line in lines)
+        return iter(lines) if has_records else None
     records = found if isinstance(found, list) else [found]
     if not any(isinstance(one, dict) and {_TEXT, _CHAT} & one.keys() for one in records):
         return None
@@ -385,7 +412,9 @@ def _record(record: Any, where: str) -> Mapping[str, Any] | ConfigError:
         return {_TEXT: known[_TEXT].encode(errors="replace").decode()}
     if _is_chat(known):
         return known
-    found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    kinds = {key: f" ({type(known[key]).__name__})" for key in (_TEXT, _CHAT) if key in known}
+    names = ", ".join(key + kinds.get(key, "") for key in known)
+    found = names if isinstance(record, dict) else type(record).__name__
     return ConfigError(
         f'--data {where}: expected an object with the field "{_TEXT}", a string, or "{_CHAT}", '
         f'objects with "role" and "content"; found {found or "nothing"}'

@@ -1,9 +1,10 @@
-"""Records that the ``datasets`` library reads: tables, and folders that describe themselves."""
+"""Records that the ``datasets`` library reads: tables, and folders that name their data."""
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from fullshard.train.extras import imported
 TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 """Extensions of tables, with the name of their reader in the library."""
 
-_SAVED = ("dataset_dict.json", "state.json")  # of ``Dataset.save_to_disk``
 _FRONT = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -22,55 +22,84 @@ Rows = Iterator[tuple[int, dict[str, Any]]]
 
 def describes_itself(root: Path) -> bool:
     """Return whether the folder names its data: in its README, or as ``save_to_disk`` does."""
-    if any((root / name).is_file() for name in _SAVED):
-        return True
     readme = root / "README.md"
     front = _FRONT.match(readme.read_text(errors="replace")) if readme.is_file() else None
-    return front is not None and re.search(r"^configs:", front[1], re.MULTILINE) is not None
+    return _is_saved(root) or (front is not None and bool(re.search(r"(?m)^configs:", front[1])))
 
 
-def splits_in(root: Path) -> dict[str, Rows]:
-    """Return the rows of a folder that describes itself, by the name of the split.
+def _is_saved(root: Path) -> bool:
+    there = {path.name for path in root.glob("*.json")}
+    return "dataset_dict.json" in there or {"dataset_info.json", "state.json"} <= there
+
+
+def splits_in(root: Path, columns: Collection[str]) -> dict[str, Rows]:
+    """Return the rows of a folder that names its data, by the name of the split.
+
+    Args:
+        root: the folder.
+        columns: the columns to read, as far as they are there.
 
     Raises:
         ConfigError: the library is not installed, or cannot read the folder.
     """
-    library = imported("datasets", f"--data {root}", extra="datasets")
+    library = _library(root)
+    place = str(root.resolve())  # a relative path may be the name of a reader
     try:
-        if any((root / name).is_file() for name in _SAVED):
-            found = library.load_from_disk(str(root))
+        if _is_saved(root):
+            found = library.load_from_disk(place)
         else:
-            found = library.load_dataset(str(root), streaming=True)
+            found = library.load_dataset(place, streaming=True)
     except Exception as error:  # of many classes
         raise _cannot_be_read(root, error) from error
     splits: Mapping[str, Any] = found if isinstance(found, dict) else {"rows": found}
-    return {name: _rows(rows, root) for name, rows in splits.items()}
+    return {name: _rows(rows, root, columns) for name, rows in splits.items()}
 
 
-def table_in(path: Path, kind: str) -> Rows:
-    """Yield the rows of a table with the extension ``kind``; it may be compressed.
+def table_in(path: Path, kind: str, columns: Collection[str]) -> Rows:
+    """Yield the rows of a table with the extension ``kind``; CSV and parquet may be compressed.
+
+    Args:
+        path: the file.
+        kind: its extension, a key of ``TABLES``.
+        columns: the columns to read, as far as they are there.
 
     Raises:
         ConfigError: the library is not installed, or cannot read the file.
     """
-    library = imported("datasets", f"--data {path}", extra="datasets")
-    options = {"sep": "\t"} if kind == ".tsv" else {}
+    library = _library(path)
+    options: dict[str, Any] = {}
+    if TABLES[kind] == "csv":  # by default "NA" is no text, and "1" is a number
+        options = {"sep": "\t" if kind == ".tsv" else ",", "keep_default_na": False}
+        options["converters"] = {"text": str}
+    place = glob.escape(str(path.resolve()))
     try:
         rows = library.load_dataset(
-            TABLES[kind], data_files=str(path), split="train", streaming=True, **options
+            TABLES[kind], data_files=place, split="train", streaming=True, **options
         )
     except Exception as error:  # of many classes
         raise _cannot_be_read(path, error) from error
-    yield from _rows(rows, path)
+    yield from _rows(rows, path, columns)
 
 
-def _rows(rows: Any, where: Path) -> Rows:
+def _library(where: Path) -> Any:
+    library = imported("datasets", f"--data {where}", extra="datasets")
+    library.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each call sends a request
+    return library
+
+
+def _rows(rows: Any, where: Path, columns: Collection[str]) -> Rows:
     try:
-        yield from enumerate(rows)
+        if (names := rows.column_names) is not None:
+            rows = rows.select_columns([name for name in names if name in columns])
+        yield from enumerate(rows if names is None or rows.column_names else ())
     except Exception as error:  # of many classes
         raise _cannot_be_read(where, error) from error
+    if names is not None and not rows.column_names:
+        raise ConfigError(
+            f"--data {where}: expected a column {' or '.join(columns)}, found {', '.join(names)}"
+        )
 
 
 def _cannot_be_read(where: Path, error: Exception) -> ConfigError:
-    reason = str(error.__cause__ or error).strip().split("\n")[0]
+    reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
     return ConfigError(f"--data {where}: cannot be read by the datasets library ({reason})")

@@ -101,7 +101,7 @@ class Reporter:
             self._draw(self._live)
 
     def _draw(self, live: Live) -> None:
-        running = [Text(f"{what}: {words}") for what, words in self._operations.words.items()]
+        running = [Text(f"{what}: {words}") for what, words in list(self._operations.words.items())]
         live.update(Group(self._step, *running))
 
     def _is_due(self, record: StepRecord) -> bool:
