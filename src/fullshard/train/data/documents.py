@@ -213,7 +213,7 @@ def _of_splits(root: Path, bad: BadRecords) -> tuple[list[Document], tuple[str, 
 def _of_files(
     root: Path, files: Sequence[Path], bad: BadRecords
 ) -> tuple[list[Document], tuple[str, ...]]:
-    """Return the documents of files in ``root``, and what was left out."""
+    """Return the documents of files in ``root``, and the files that were left out."""
     folder = root.parent if root.is_file() else root
     names = {path: path.relative_to(folder).as_posix() for path in sorted(files)}
     about = {p: "about the data" for p in names if root.is_dir() and _ABOUT.match(p.name)}
