@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -234,6 +236,21 @@ def requests(make: Callable[[int], Callable[[], None]], world: int) -> float:
     """Return the requests of a rank other than the one that collects; ranks are threads."""
     with rounds.many_threads(), rounds.ranks(world) as on_all:
         return on_all(make(world))["of any other rank"]
+
+
+def answers(world: int, requests: int = 16, clients: int = 8) -> float:
+    """Return the wall time in which one store answers so many requests of each rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def ask(_: int) -> None:
+        own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        for _ in range(requests * world // clients):
+            own.add("requests", 1)
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(clients) as threads:
+        list(threads.map(ask, range(clients)))
+    return time.monotonic() - start
 
 
 def text(nbytes: int, workers: int = 4) -> float:

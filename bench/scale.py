@@ -44,7 +44,7 @@ class Curve(NamedTuple):
         grows_in: the name of the sizes, such as "ranks".
         sizes: in ascending order.
         cost: the cost at a size, in ``unit``.
-        unit: "s" of processor time, "calls", "requests" or "bytes".
+        unit: "s" of processor time, "s of wall time", "calls", "requests" or "bytes".
     """
 
     what: str
@@ -114,6 +114,10 @@ CURVES = {
         "a diagnosis", "ranks", (8, 64, 256, 1024), partial(costs.requests, rounds.diagnosis),
         "requests",
     ),
+    "answers": Curve(
+        "one store answers 16 requests of each", "ranks", (64, 256, 1024, 4096, 16384),
+        costs.answers, "s of wall time",
+    ),
     "data": Curve(
         "text of four workers", "bytes", tuple(1 << n for n in (16, 18, 20, 22)), costs.text
     ),
@@ -148,7 +152,7 @@ def report(found: dict[str, Any]) -> int:
     print("processor time or counts, by size\n")
     rows = [
         [name, one["what"], one["grows_in"], ", ".join(f"{size:,}" for size in one["sizes"]),
-         ", ".join(f"{cost:,.3g}" if one["unit"] == "s" else f"{cost:,.0f}"
+         ", ".join(f"{cost:,.3g}" if one["unit"].startswith("s") else f"{cost:,.0f}"
                    for cost in one["costs"]), one["unit"], one["growth"]]
         for name, one in found.items()
     ]  # fmt: skip

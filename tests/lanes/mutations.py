@@ -43,7 +43,19 @@ EXEMPT = {
     ("Lanes.wait", "pending.wait()"): "on a CPU",
     ("Heartbeat.end", "self._thread.join(2 * BEAT_S)"): "a thread that nothing is written by",
     ("Engine.act_all", "self.lanes.join(Lane.COMPUTE, Lane.GATHER)"): "for CUDA graphs",
+    ("_Blocked._wait", "self._store.wait(self._keys, timedelta(seconds=_BLOCK_S))"): "of the store",
+    ("relative_error", "torch.accelerator.synchronize()"): "measures for people",
     ("Engine._hear", "self.recorder.record(Event(trigger, actions))"): "records for people",
+    **dict.fromkeys(
+        (
+            (
+                "all_reduce",
+                "issued(group, there.device.type, 'sum', start, nbytes=there.nbytes).wait()",
+            ),
+            ("all_to_all", "issued(group, there.type, 'exchange', start).wait()"),
+        ),
+        "of the process group itself, which plays no stream here",
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.protocol import Done, Pending, Then, Wrapper
+from fullshard.comm.protocol import Pending, Then, Wrapper
 
 
 class Comm(ABC):
@@ -76,20 +76,11 @@ class Custom(Wrapper):
         group = self.group
         if self.gather is None or group is None:
             return super().all_gather(outputs, sources)
-        alike: dict[torch.dtype, list[int]] = {}
-        for number, source in enumerate(sources):
-            alike.setdefault(source.dtype, []).append(number)
-        started: Pending = Done()
-        for numbers in alike.values():
-            started.wait()  # the next one may come into the same memory
-            given = [sources[number].reshape(-1) for number in numbers]
-            sent = given[0] if len(given) == 1 else torch.cat(given)
-            size = (sent.numel() * self.world,)
-            flat = self.gather.allocate(size, dtype=sent.dtype, device=sent.device)
-            work = self.gather(flat, sent, group, async_op=_is_async(sent))
-            of_dtype = [outputs[number] for number in numbers]
-            started = Then(work, partial(_spread, of_dtype, flat, self.world), sent)
-        return started
+        sent = sources[0] if len(sources) == 1 else torch.cat([*sources])
+        size = (sent.numel() * self.world,)
+        flat = self.gather.allocate(size, dtype=sent.dtype, device=sent.device)
+        work = self.gather(flat, sent, group, async_op=_is_async(sent))
+        return Then(work, partial(_spread, outputs, flat, self.world), sent)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""

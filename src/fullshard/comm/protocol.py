@@ -106,6 +106,7 @@ class Collectives(Protocol):
         """Start to gather every rank's ``sources[i]`` into ``outputs[i]``, in rank order.
 
         Sources (n elements) and outputs (world * n) are 1-D; a source may be part of its output.
+        All sources have one dtype.
         """
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:

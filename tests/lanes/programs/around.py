@@ -27,6 +27,8 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard._torch import collectives as _collectives
 from fullshard._torch import dtensor as _dtensor
 from fullshard.checkpoint import full_state_dict, load_full_state_dict
+from fullshard.comm.blocking import all_reduce, all_to_all
+from fullshard.comm.delivery import Delivery
 from fullshard.device import HostReader, host_tensor
 from tests.lanes.checker import current_checker
 from tests.lanes.fake import Stream
@@ -227,6 +229,35 @@ def broadcast_states(model: Any) -> None:
         whole = full_state_dict(model, rank0_only=False)
         load_full_state_dict(model, whole, broadcast_from_rank0=True)
     steps(model)
+
+
+@program()
+def copied_from_the_first_rank() -> float:
+    """``sync_module_states``."""
+    plain = make()
+    model = FSDP(copy.deepcopy(plain), sync_module_states=True)
+    for one in (plain, model):
+        steps(one)
+    return flat_apart(model, plain)
+
+
+@script
+def sent_beside_training(model: Any) -> None:
+    """Sums of many numbers, exchanges, and messages to all ranks, as streams of weights send."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    delivery = Delivery([[32, 32]] * 2, [0, 1], torch.device("cpu"))
+    optimizer = optimizer_of(model)
+    for number in range(2):
+        step(model, optimizer, number)
+        values = torch.ones(2000)
+        all_reduce(values, group, is_max=False)
+        values.add_(1)
+        all_to_all(torch.ones(8).view(torch.uint8), [16, 16], [16, 16], group).add_(1)
+        delivery.begin(number).fill_(1)
+        delivery.start()
+        for message in delivery.wait():
+            message + 0
 
 
 @program(world=4)

@@ -19,6 +19,7 @@ from fullshard import (
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    WirePolicy,
     fully_shard,
 )
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
@@ -124,6 +125,14 @@ def replicas() -> float:
             optimizer.zero_grad()
 
     return both_layouts(script, mesh=mesh) + both_layouts(steps, mesh=mesh)
+
+
+@program(world=4, tolerance=1.0)
+def encoded_over_replicas() -> float:
+    """Means that travel in two hops; they lose digits."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    wire = WirePolicy.parse("gather=int8,reduce=int8")
+    return both_layouts(steps, mesh=mesh, wire=wire, mp_policy=LOW)
 
 
 @program(world=4)
