@@ -241,15 +241,15 @@ def requests(make: Callable[[int], Callable[[], None]], world: int) -> float:
 def answers(world: int, requests: int = 16, clients: int = 8) -> float:
     """Return the wall time in which one store answers so many requests of each rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connections = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(clients)]
 
-    def ask(_: int) -> None:
-        own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    def ask(own: dist.Store) -> None:
         for _ in range(requests * world // clients):
             own.add("requests", 1)
 
     start = time.monotonic()
     with ThreadPoolExecutor(clients) as threads:
-        list(threads.map(ask, range(clients)))
+        list(threads.map(ask, connections))
     return time.monotonic() - start
 
 
