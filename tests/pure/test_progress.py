@@ -150,6 +150,17 @@ def test_on_a_terminal_a_bar_is_shown_and_removed(
     assert drawn.rindex("\x1b[2K") > drawn.rindex("8 GB")  # the line is erased at the end
 
 
+def test_what_is_printed_beside_a_bar_stays_on_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with showing_progress():
+        Operation("loading step-000100", 8 * 10**9).add(2 * 10**9)
+        print("{}")
+    seen = capsys.readouterr()
+    assert seen.out == "{}\n" and "{}" not in seen.err
+
+
 def test_the_command_shows_it(
     saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

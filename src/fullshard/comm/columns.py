@@ -90,7 +90,7 @@ class EventFd:
             os.eventfd_read(self._fd)
 
 
-class Crossing:
+class InFlight:
     """Collectives of a column under way.
 
     Gloo's threads refer to this object until the collectives have ended. It must not refer to a

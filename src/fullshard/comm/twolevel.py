@@ -27,8 +27,8 @@ from fullshard._torch import collectives as _collectives
 from fullshard._torch import world as _world
 from fullshard.comm.columns import (
     HEAD_NBYTES,
-    Crossing,
     EventFd,
+    InFlight,
     OwnGroups,
     check_head,
     head_of,
@@ -96,24 +96,24 @@ class TwoLevels:
         exchange = self.near.lay("gather", label, num_hosts * nbytes, pieces, sources[0].dtype)
         slots = exchange.laid.view(num_hosts, -1)
         slots[self.host][:HEAD_NBYTES] = head_of(exchange)
-        crossing = Crossing(self.event, exchange=exchange)
+        in_flight = InFlight(self.event, exchange=exchange)
         groups = enumerate(zip(self.groups.gathers, slots, strict=True))
-        failure = crossing.start(
+        failure = in_flight.start(
             _collectives.broadcast(of_host, slot, host) for host, (of_host, slot) in groups
         )
         if failure is not None:
             raise failure
-        return Then(None, partial(self._end_gather, exchange, crossing, starts, rows))
+        return Then(None, partial(self._end_gather, exchange, in_flight, starts, rows))
 
     def _end_gather(
         self,
         exchange: HostExchange,
-        crossing: Crossing,
+        in_flight: InFlight,
         starts: Sequence[int],
         rows: Sequence[Tensor],
     ) -> None:
         """Copy the shards of each column from the memory of its rank of this host."""
-        self.wait_for(exchange, lambda: crossing)
+        self.wait_for(exchange, lambda: in_flight)
         for peer, laid in chain([(self.rank, exchange.laid)], exchange.read(wait=self.wait)):
             column = self.columns[peer]
             for rank, slot in zip(column, laid.view(len(column), -1), strict=True):
@@ -238,7 +238,7 @@ class TwoLevels:
         self.event.clear()
         self._advance()
 
-    def wait_for(self, exchange: HostExchange, found: Callable[[], Crossing | None]) -> None:
+    def wait_for(self, exchange: HostExchange, found: Callable[[], InFlight | None]) -> None:
         """Wait until the collectives of the column have ended; ``found`` returns them.
 
         A reduction or mean starts them only once the data of all ranks of this host has arrived.
@@ -248,9 +248,9 @@ class TwoLevels:
             ProtocolError: another rank of this host runs a different collective.
             PeerError: the error of the fault that ended the era.
         """
-        while (crossing := found()) is None or not crossing.is_over:
-            self.wait(exchange.missing() if crossing is None else [], exchange.text())
-        crossing.check()
+        while (in_flight := found()) is None or not in_flight.is_over:
+            self.wait(exchange.missing() if in_flight is None else [], exchange.text())
+        in_flight.check()
 
 
 class _HostSum:
@@ -282,7 +282,7 @@ class _HostSum:
         self._like = like
         self._output = output
         self._result = result
-        self._crossing: Crossing | None = None
+        self._in_flight: InFlight | None = None
         self._failure: BaseException | None = None
         exchange.publish()
 
@@ -317,13 +317,13 @@ class _HostSum:
                 levels.world,
             )
             then = None if self._result is None else self._put
-            self._crossing = Crossing(levels.event, then, self._result)
+            self._in_flight = InFlight(levels.event, then, self._result)
             groups = enumerate(zip(levels.groups.reductions, received, strict=True))
             works = (
                 _collectives.scatter(group, row, [*sent] if host == own else [], host)
                 for host, (group, row) in groups
             )
-            self._failure = self._crossing.start(works, self._failure)
+            self._failure = self._in_flight.start(works, self._failure)
             if self._failure is not None and not isinstance(self._failure, Exception):
                 raise self._failure
 
@@ -346,10 +346,10 @@ class _HostSum:
         if self._result is None:
             self._put()
 
-    def _found(self) -> Crossing | None:
+    def _found(self) -> InFlight | None:
         if self._failure is not None:
             raise self._failure
-        return self._crossing
+        return self._in_flight
 
 
 def _put_mean_of(
