@@ -204,7 +204,7 @@ def without_train(root: Path) -> None:
             lambda root: datasets.Dataset.from_dict({"body": ["a"]}).to_parquet(
                 str(root / "a.parquet")
             ),
-            "a.parquet: expected a column text or messages or tools, found body",
+            "a.parquet: has none of the columns text, messages, tools; found body",
         ),
         (
             lambda root: datasets.Dataset.from_dict({"text": [1]}).to_parquet(
@@ -214,7 +214,7 @@ def without_train(root: Path) -> None:
         ),
         (with_both_columns, 'a.parquet, row 0: has both "text" and "messages"'),
         (lambda root: (root / "a.parquet").write_text("no parquet"), "a.parquet: cannot be read"),
-        (lambda root: (root / "a.csv").write_text("a,b\n1,2\n"), "a.csv.*: expected .* found a, b"),
+        (lambda root: (root / "a.csv").write_text("a,b\n1,2\n"), "a.csv.*: .* found a, b"),
         (without_a_default, r"cannot be read by the datasets library.*\['en', 'de'\]"),
         (without_train, "has the splits train_sft, train_gen and none named train"),
     ],

@@ -157,7 +157,7 @@ def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
 
     In a folder with records, as on the Hugging Face Hub, README, LICENSE and similar files are left
     out. If names of files or folders give splits and one is ``train``, the other splits are left
-    out. So they are in a folder of texts in which each name gives a split.
+    out. In a folder of texts, that holds only if each name gives a split.
 
     The ``datasets`` library reads tables, and folders that name their data: by ``configs`` in
     README.md, or written by ``Dataset.save_to_disk``. Of these the split ``train`` is read.
@@ -231,8 +231,8 @@ def _of_files(
         elif path not in left_out:
             read[path] = _text(path, name, left_out)
     texts = {path: names[path] for path, found in read.items() if found and path not in about}
-    if root.is_dir() and all(map(_split_of, texts.values())):
-        left_out |= (others := _other_splits(texts)) and others | about
+    if root.is_dir() and all(map(_split_of, texts.values())) and (others := _other_splits(texts)):
+        left_out |= others | about
     told = _told({names[path]: why for path, why in left_out.items()})
     kept = [one for path, found in read.items() if path not in left_out for one in found]
     return [one for one in kept if one.text], told

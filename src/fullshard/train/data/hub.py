@@ -96,7 +96,8 @@ def _rows(rows: Any, where: Path, columns: Collection[str]) -> Rows:
         raise _cannot_be_read(where, error) from error
     if names is not None and not rows.column_names:
         raise ConfigError(
-            f"--data {where}: expected a column {' or '.join(columns)}, found {', '.join(names)}"
+            f"--data {where}: has none of the columns {', '.join(columns)}; found "
+            f"{', '.join(names)}"
         )
 
 
