@@ -5,6 +5,7 @@ Importing ``fullshard`` imports PyTorch, which takes seconds. So this module is 
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 import textwrap
@@ -31,8 +32,11 @@ def main() -> int:
     if sys.argv[1:] == ["--version"]:
         print(f"fullshard {version('fullshard')}")
         return 0
+    gc.disable()  # imports leave no garbage, but many objects to look at
     from fullshard.cli import main as run
 
+    gc.freeze()
+    gc.enable()
     return run()
 
 

@@ -9,6 +9,7 @@ step of its own, which could differ from the real step.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -334,11 +335,24 @@ def dry_run(job: Job) -> Recorded:
         size, job.rank, carry=run.carry, adds_wide=hardware.adds_wide, device_type=hardware.device
     )
     with (
+        _without_collector(),
         world,
         DeviceKernels(on_cpu=hardware.device == "cpu"),
         run.ledger,
     ):
         return run()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Stop Python's garbage collector, which takes up to a fifth of the time of a dry run."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def on_meta(model: nn.Module) -> nn.Module:
