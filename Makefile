@@ -1,5 +1,7 @@
 # make train ARGS="--steps 50"   train the reference model; sets up .venv first if need be
-# make test  ARGS=tests/pure     the tests
+# make test                      the tests that notice most, see tests/selection.py
+# make test  ARGS=tests/pure     all tests of a folder, or of a file
+# make test-all                  all tests
 # make test  TORCH=2.15.0        the same on another PyTorch, in an environment of its own
 # make check                     formatting, lint, types, directions of imports
 # make docs                      this documentation as a site, in build/docs
@@ -10,7 +12,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-# All tests go to two workers, each with a pool of ranks of its own; what is named stays in one.
+# Tests go to two workers, each with a pool of ranks of its own; what is named stays in one.
 WORKERS ?= $(if $(ARGS),0,2)
 
 PORT ?= 8000
@@ -27,7 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Tests start hundreds of processes; bytecode saves each of them a third of a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test check dist docs docs-open bench format clean
+.PHONY: help train test test-all check dist docs docs-open bench format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,7 +39,10 @@ train: $(READY)
 	@$(BIN)/fullshard train $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=worksteal $(ARGS)
+	@$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=worksteal $(or $(ARGS),--chosen)
+
+test-all: $(READY)
+	@$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=worksteal
 
 check: $(READY)
 	@echo "== format";  $(BIN)/ruff format --check .

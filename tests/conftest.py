@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests.ranks.pool import RankPool
-from tests.selection import MANY, covering
+from tests.selection import BUDGETS, left_out
 
 # The machines that run this have few cores, and one torch thread gives the same sums everywhere.
 torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--all", action="store_true", help="every variant of every test, see tests/selection.py"
+        "--chosen", action="store_true", help="leave out tests as tests/selection.py says"
     )
     parser.addoption(
         "--lanes", action="store_true", help="look for races in jobs on ranks, see tests/lanes"
@@ -72,37 +72,30 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """What the checker looked at, on all ranks."""
+    """Show what the checker looked at, on all ranks, and the time of each folder."""
     figures = config.stash[FIGURES]
     if figures:
         said = ", ".join(f"{number:,} {what}" for what, number in sorted(figures.items()))
         terminalreporter.write_line(f"under the checker of lanes: {said}")
+    if config.getoption("--chosen"):
+        _show_times(terminalreporter)
+
+
+def _show_times(reporter: pytest.TerminalReporter) -> None:
+    seconds: dict[str, float] = defaultdict(float)
+    for report in (each for some in reporter.stats.values() for each in some):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.split("/")[1]] += report.duration
+    for folder, spent in sorted(seconds.items()):
+        budget = BUDGETS.get(folder, 0)
+        reporter.write_line(f"tests/{folder}: {spent:,.0f} s of work, budget {budget:,} s")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests on ranks with many variants leave enough to run, unless files were asked for.
-
-    Without those that are marked ``more``.
-    """
-    if config.getoption("--all") or config.getoption("keyword") or _names_a_file(config):
-        return
-    left_out = {item for item in items if item.get_closest_marker("more")}
-    alike: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        is_on_ranks = isinstance(item, pytest.Function) and item.nodeid.startswith("tests/ranks/")
-        if is_on_ranks and item not in left_out:
-            alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for variants in alike.values():
-        if len(variants) > MANY:
-            chosen = covering([tuple(item.callspec._idlist) for item in variants])
-            left_out.update(item for n, item in enumerate(variants) if n not in chosen)
-    if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+    if config.getoption("--chosen"):
+        others = left_out()
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
+        items[:] = [item for item in items if item.nodeid not in others]
     # First, as at the end workers take tests from each other: tests that share a run of the
     # command would be split between two workers, and each would make that run.
     items.sort(key=lambda item: "shell" not in getattr(item, "fixturenames", ()))
-
-
-def _names_a_file(config: pytest.Config) -> bool:
-    return any(".py" in argument for argument in config.args)

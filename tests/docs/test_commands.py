@@ -140,7 +140,7 @@ def test_options_targets_and_files_of_a_command_exist(text: str) -> None:
         if names[0] == "train":
             known, names = options_of(command_of(["train"])[0]), inner
         else:
-            known, names = {"--all", "--lanes", "-k"}, inner
+            known, names = {"--lanes", "-k"}, inner
     elif program == "fullshard":
         command, names = command_of(names)
         known = options_of(command) | {"--help"}

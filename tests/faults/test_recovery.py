@@ -101,7 +101,6 @@ def test_a_machine_is_lost_with_its_memory() -> None:
     assert seen.told.count("loads: {'step': 6, 'where': 'memory'}") == 2, seen.told
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("plan", MORE.values(), ids=MORE)
 def test_a_job_goes_on_after_other_faults(plan: Plan) -> None:
     test_a_job_goes_on_without_ranks_that_are_killed(plan)

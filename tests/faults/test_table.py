@@ -30,10 +30,7 @@ JOBS = [
     Job(Fault(What.CAUGHT_ALONE, Phase.OPTIMIZER), Engine.UNITS, Wire.SOCKETS, 2),
     Job(Fault(What.SYS_EXIT, Phase.DATA), Engine.UNITS, Wire.SHARED, 2),
     Job(Fault(What.KILL, Phase.GATHER), Engine.UNITS, Wire.SHARED, 4),
-    pytest.param(
-        Job(Fault(What.STOP, Phase.BACKWARD), Engine.UNITS, Wire.SHARED, 2),
-        marks=pytest.mark.more,  # it is waited for as long as a rank may be silent
-    ),
+    Job(Fault(What.STOP, Phase.BACKWARD), Engine.UNITS, Wire.SHARED, 2),
     Job(Fault(What.DISK_FULL, Phase.SAVE), Engine.UNITS, Wire.SHARED, 2),
     Job(Fault(What.SAVE_ALONE, Phase.SAVE), Engine.UNITS, Wire.SHARED, 2, saves=True),
     Job(Fault(What.SAVE_ALONE, Phase.SAVE), Engine.UNITS, Wire.SOCKETS, 2, at_step=5),
@@ -46,16 +43,11 @@ ON_DEVICE = [
     Job(Fault(What.RAISE, Phase.BACKWARD), Engine.FLAT, Wire.DEVICE, 2),
     Job(Fault(What.CAUGHT, Phase.FORWARD), Engine.UNITS, Wire.DEVICE, 2),
     Job(Fault(What.KILL, Phase.GATHER), Engine.UNITS, Wire.DEVICE, 2),
-    *(
-        pytest.param(one, marks=pytest.mark.more)  # all wait for as long as a rank may be late
-        for one in (
-            Job(Fault(What.SWAP, Phase.FORWARD), Engine.UNITS, Wire.DEVICE, 4),
-            Job(Fault(What.KILL, Phase.BACKWARD), Engine.FLAT, Wire.DEVICE, 4),
-            Job(Fault(What.STOP, Phase.BACKWARD), Engine.UNITS, Wire.DEVICE, 2),
-            Job(Fault(What.EARLY_END, Phase.END), Engine.UNITS, Wire.DEVICE, 2),
-            Job(Fault(What.SAVE_ALONE, Phase.SAVE), Engine.UNITS, Wire.DEVICE, 2),
-        )
-    ),
+    Job(Fault(What.SWAP, Phase.FORWARD), Engine.UNITS, Wire.DEVICE, 4),
+    Job(Fault(What.KILL, Phase.BACKWARD), Engine.FLAT, Wire.DEVICE, 4),
+    Job(Fault(What.STOP, Phase.BACKWARD), Engine.UNITS, Wire.DEVICE, 2),
+    Job(Fault(What.EARLY_END, Phase.END), Engine.UNITS, Wire.DEVICE, 2),
+    Job(Fault(What.SAVE_ALONE, Phase.SAVE), Engine.UNITS, Wire.DEVICE, 2),
 ]
 
 

@@ -330,7 +330,7 @@ def files_in(folder: Path) -> dict[str, Tensor]:
 
 def chatted(config: Any) -> list[float] | str:
     """On ranks: the losses of the trainer on chats, or why it refuses them."""
-    from tests.ranks.test_train_tuning import tuned
+    from tests.kit.train_tuning import tuned
 
     try:
         return tuned(config, config.steps, None)[0]
@@ -340,8 +340,8 @@ def chatted(config: Any) -> list[float] | str:
 
 def chats_of(one: Architecture, path: Path, pool: RankPool) -> str:
     """Train on chats, and compare with one process that reads each chat alone."""
-    from tests.pure.test_train_chats import write_chats, write_tokenizer
-    from tests.ranks.test_train_tuning import alone, config_of, expected_losses, text_of
+    from tests.kit.train_chats import write_chats, write_tokenizer
+    from tests.kit.train_tuning import alone, config_of, expected_losses, text_of
 
     write_tokenizer(path)
     write_chats(path.parent / "chats.jsonl", 60)

@@ -20,14 +20,9 @@ from tests.ranks.pool import RankPool
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 
-ALWAYS = {"deepseek_v3", "falcon_h1", "marian", "resnet"}
-
 each_architecture = pytest.mark.parametrize(
     "one",
-    [
-        pytest.param(one, marks=[] if one.name in ALWAYS else pytest.mark.more)
-        for one in ARCHITECTURES
-    ],
+    ARCHITECTURES,
     ids=lambda one: one.name,
 )
 

@@ -97,7 +97,6 @@ def test_a_sharded_class_keeps_its_names(name: str) -> None:
     assert outcome(getattr(transformers, name)) == "equal"
 
 
-@pytest.mark.more
 def test_all_sharded_classes_keep_their_names() -> None:
     found = {cls.__name__: outcome(cls) for cls in classes()}
     others = {name: what for name, what in found.items() if what != "equal"}

@@ -25,15 +25,9 @@ from tests.frameworks.matrix import (
 EVERYWHERE = [entry for entry in entries() if entry.everywhere]
 
 
-ALWAYS = {("transformers_trainer.py", "FSDP2")}
-
-
 @pytest.mark.parametrize(
     "entry",
-    [
-        pytest.param(one, marks=[] if (one.program, one.face) in ALWAYS else pytest.mark.more)
-        for one in EVERYWHERE
-    ],
+    EVERYWHERE,
     ids=lambda one: f"{one.program}-{one.face}",
 )
 def test_an_unedited_program_gives_what_it_gives_on_pytorchs_own(

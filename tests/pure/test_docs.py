@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.docs import anchors
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]
@@ -41,13 +43,6 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
     here = [link for link in links if not link.startswith("https:")]
     missing = [link for link in here if not (page.parent / link).is_file()]
     assert missing + [name for name in named if not (ROOT / name).exists()] == []
-
-
-def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @each_page

@@ -20,8 +20,8 @@ from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer
 from fullshard.optim import host as host_state
 from fullshard.optim.host import fewest
+from tests.kit.owned import Restless
 from tests.pure.buffers import neighbours, parameters
-from tests.pure.test_optimizer_runs import Restless
 
 NBYTES = 22 * 8 * 2  # the state of Adam of a run, padding included
 

@@ -220,3 +220,15 @@ def test_no_two_classes_have_one_name() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_test_file_imports_another() -> None:
+    tests = ROOT.parents[1] / "tests"
+    found = [
+        (path.name, node.module)
+        for path in tests.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tests.")
+        if any("test_" in name for name in (str(node.module), *(one.name for one in node.names)))
+    ]
+    assert not found, "what several test files use belongs into tests/kit"

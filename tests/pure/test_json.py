@@ -19,9 +19,9 @@ from fullshard.cli import main
 from fullshard.doctor import Report
 from fullshard.plan import Measured
 from fullshard.trace.summary import summarize
+from tests.kit.doctor_measured import measured
+from tests.kit.trace_report import busy_ranks, busy_step, short_rank
 from tests.pure.doctor_facts import a_host, a_rank, with_gpus
-from tests.pure.test_doctor_measured import measured
-from tests.pure.test_trace_report import busy_ranks, busy_step, short_rank
 from tests.pure.trace_files import rank_file, total
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"

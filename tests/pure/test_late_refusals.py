@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard import errors, fully_shard
 from fullshard.frontend.ownership import unit_of
-from tests.pure.test_refusals import layers, train_once
+from tests.kit.refusals import layers, train_once
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

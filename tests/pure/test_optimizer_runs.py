@@ -16,6 +16,7 @@ from fullshard._torch import memory as _memory
 from fullshard.optim import ShardedOptimizer
 from fullshard.optim.clip import coalesced
 from fullshard.tensors import announce_flat
+from tests.kit.owned import Restless
 from tests.pure.buffers import NUMELS, neighbours, parameters
 
 TIGHT = (0, 6, 10, 11)  # without padding
@@ -129,30 +130,6 @@ def test_another_parameter_in_the_place_of_one() -> None:
         optimizer.param_groups[0]["params"][0] = other
         optimizer.step()
         assert other.item() == 0
-
-
-class Restless(Optimizer):
-    """New state each step, a gradient kept for later, counts in groups, numbers, nothing."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "calls": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in (param for param in group["params"] if param.grad is not None):
-                own = self.state[param]
-                own["mean"] = own.get("mean", 0) + param.grad + 0.1 * own.get("last_grad", 0)
-                own["last_grad"] = param.grad
-                own["count"] = own.get("count", 0) + 1
-                own["rate"] = torch.tensor(1.0 / own["count"])
-                own["nothing"] = None
-                if own["count"] == 3:
-                    own["late"] = param * 2
-                if own["count"] == 4:
-                    del own["late"]
-                param.sub_(own["mean"] * own["rate"], alpha=group["lr"])
-                group["calls"] = max(group["calls"], own["count"])
 
 
 @pytest.mark.parametrize("cls", [Restless, SGD, Adam, torch.optim.Rprop, torch.optim.Adagrad])

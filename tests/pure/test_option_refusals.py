@@ -24,7 +24,7 @@ from fullshard import (
 )
 from fullshard.frontend.ownership import unit_of
 from fullshard.layout import Ragged
-from tests.pure.test_refusals import layers, shape_of, shard_and_train, train_once
+from tests.kit.refusals import layers, shape_of, shard_and_train, train_once
 
 Options = dict[str, Any]
 Made = Callable[[], Options]

@@ -449,14 +449,8 @@ def deepseek_v3() -> tuple[nn.Module, int]:
     ("make", "world", "layout"),
     [
         pytest.param(llama_70b, 1024, fullshard.PerParameter(), id="llama 70b, 1024"),
-        pytest.param(
-            llama_70b, 16384, fullshard.PerParameter(), id="llama 70b, 16384",
-            marks=pytest.mark.more,
-        ),
-        pytest.param(
-            deepseek_v3, 4096, fullshard.Ragged("row"), id="deepseek v3, 4096",
-            marks=pytest.mark.more,
-        ),
+        pytest.param(llama_70b, 16384, fullshard.PerParameter(), id="llama 70b, 16384"),
+        pytest.param(deepseek_v3, 4096, fullshard.Ragged("row"), id="deepseek v3, 4096"),
     ],
 )  # fmt: skip
 def test_large_models(make: Any, world: int, layout: Any) -> None:
@@ -485,7 +479,6 @@ def test_large_models(make: Any, world: int, layout: Any) -> None:
     assert math.isfinite(found.step_s)
 
 
-@pytest.mark.more
 def test_a_published_training_is_reproduced() -> None:
     """Llama 2 7B on 128 A100: 3,700 tokens a second and GPU, 57 % of the device's FLOP/s.
 

@@ -124,7 +124,6 @@ def test_import_works_without_some_names_and_errors_name_them() -> None:
     assert trains == [SOME_USED[0], *SOME_USED[2:]]
 
 
-@pytest.mark.more
 def test_import_works_without_each_name_and_errors_name_it() -> None:
     """The table; a minute. If it is another: ``python -m tests.private_names``."""
     reports = hidden_reports()

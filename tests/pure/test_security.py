@@ -30,8 +30,8 @@ from fullshard.train.job import launch
 from fullshard.train.run.folder import RunDir
 from fullshard.train.run.saves import Saves
 from fullshard.train.world import meeting_place
+from tests.kit.trace_report import Page
 from tests.pure.import_rules import package_sources
-from tests.pure.test_trace_report import Page
 from tests.pure.trace_files import rank_file, step, unit
 from tests.ranks.train_shell import listening
 
@@ -147,7 +147,7 @@ def test_a_chat_template_reaches_no_code(
     from fullshard.train.data.chats import ChatTokenizer
     from fullshard.train.data.documents import Document
     from fullshard.train.data.tokenizer import PretrainedTokenizer
-    from tests.pure.test_train_chats import CHATML, write_tokenizer
+    from tests.kit.train_chats import CHATML, write_tokenizer
 
     monkeypatch.chdir(tmp_path)
     folder = write_tokenizer(tmp_path / "tokenizer", CHATML + reach)

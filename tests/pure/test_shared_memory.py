@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.comm.memory import LentMemory, Memory, aligned
-from tests.ranks.test_shared import permissions_at
+from tests.kit.shared import permissions_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: Linux only")
 

@@ -19,7 +19,7 @@ import torch
 
 import fullshard.compat
 from fullshard import errors
-from tests.pure.test_docs import anchors
+from tests.kit.docs import anchors
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "symptoms.md"

@@ -8,25 +8,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fullshard.errors import ConfigError
-from fullshard.train.data.chats import ChatTokenizer, Sample
 from fullshard.train.data.documents import Document, split
 from fullshard.train.data.rows import IGNORED, Packed
 from fullshard.train.data.text import load_text
-from fullshard.train.data.tokenizer import PretrainedTokenizer
+from tests.kit.train_chats import (
+    ASK,
+    CHATML,
+    MARKED,
+    QUESTIONS,
+    answers,
+    said,
+    samples,
+    whole,
+    write_chats,
+    write_tokenizer,
+)
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 
-TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-CHATML = TURNS + ASK
-MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-    "{{ '\n' }}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + ASK
-)
 REASONS = (  # as those of Qwen3: an empty thought only before the last answer
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
@@ -35,60 +36,6 @@ REASONS = (  # as those of Qwen3: an empty thought only before the last answer
 FIRST = "{% for m in messages %}{{ m.content }}{% if not loop.last %} {% endif %}{% endfor %}"
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 BEHIND = FIRST + "{% if add_generation_prompt %} So:{% endif %}"  # which it does not write else
-
-
-def write_tokenizer(folder: Path, template: str | None = CHATML) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=290,
-        special_tokens=["<s>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["user assistant the answer is of to and"] * 9, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    facts = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
-    return folder
-
-
-def said(*contents: str) -> list[dict[str, str]]:
-    return [
-        {"role": "user" if n % 2 == 0 else "assistant", "content": content}
-        for n, content in enumerate(contents)
-    ]
-
-
-def samples(folder: Path, messages: Any, **more: Any) -> list[Sample]:
-    text = json.dumps({"messages": messages, **more})
-    tokenizer = ChatTokenizer(PretrainedTokenizer(folder))
-    return list(tokenizer.samples(Document("chats.jsonl:000000001", text, True)))
-
-
-def answers(folder: Path, sample: Sample) -> list[str]:
-    """The texts of the runs of learned tokens."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    runs: list[list[int]] = []
-    for n, (token, is_learned) in enumerate(zip(sample.tokens, sample.learned, strict=True)):
-        if is_learned:
-            if n == 0 or not sample.learned[n - 1]:
-                runs.append([])
-            runs[-1].append(token)
-    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
-
-
-def whole(folder: Path, sample: Sample) -> str:
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return str(tokenizer.decode(sample.tokens, skip_special_tokens=False))
-
-
-QUESTIONS = said("What is 1 + 1?", "2, naïve 字", "And 2 + 2?", " 4", "Thanks")
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "marked"])
@@ -154,12 +101,6 @@ def test_what_cannot_be_told_apart_is_refused(
     folder = write_tokenizer(tmp_path, template)
     with pytest.raises(ConfigError, match=message):
         samples(folder, messages)
-
-
-def write_chats(path: Path, number: int) -> Path:
-    chats = [{"messages": said(f"What is {n}?", f"It is {n}.")} for n in range(number)]
-    path.write_text("\n".join(json.dumps(chat) for chat in chats))
-    return path
 
 
 def test_chats_become_rows_of_which_only_answers_are_learned(

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from fullshard.errors import ConfigError
 from fullshard.train.data.text import load_text
 from fullshard.train.data.tokenizer import PretrainedTokenizer
-from tests.pure.test_train_chats import (
+from tests.kit.train_chats import (
     CHATML,
     MARKED,
     QUESTIONS,

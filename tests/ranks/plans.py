@@ -34,8 +34,8 @@ from fullshard.plan import ledger as kinds
 from fullshard.plan.dry_run import AFTER_BACKWARD, Job, dry_run
 from fullshard.schedule import Transcript
 from fullshard.tensors import local_part
+from tests.kit.offload import a_bus
 from tests.ranks.models import GPT
-from tests.ranks.test_offload import a_bus
 from tests.recording import CollectiveCall, Recording, recordings
 
 STEPS = 2

@@ -16,9 +16,9 @@ import fullshard
 from fullshard import FullyShardedDataParallel, PerParameter, Ragged, checkpoint
 from fullshard.checkpoint import Conversion
 from fullshard.errors import ConfigError, UnsupportedError
+from tests.kit.weights import TOKENS, built
 from tests.ranks.models import shard_units
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_weights import TOKENS, built
 
 pytest.importorskip("peft", reason="the extra lora is not installed")
 

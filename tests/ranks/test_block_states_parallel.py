@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import (
 
 from fullshard import Ragged, checkpoint
 from fullshard.comm.shared import Shared
+from tests.kit.block_states import EAGER, owned, same_state
+from tests.kit.owned import give, named, same_params
 from tests.ranks.block_states import kind_of, kinds
 from tests.ranks.models import fill, noise, shard_units
 from tests.ranks.pool import RankPool
-from tests.ranks.test_block_states import EAGER, owned, same_state
-from tests.ranks.test_owned import give, named, same_params
 
 LAYOUTS = ("per_parameter", "ragged", "blocks")
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)

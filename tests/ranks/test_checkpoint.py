@@ -20,13 +20,13 @@ from fullshard import checkpoint, errors
 from fullshard._torch import dtensor as _dtensor
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.optim import clip_grad_norm_
+from tests.kit.checkpoint_files import adamw, sharded_adamw, trained
+from tests.kit.tensor_parallel import Net, parallelize
+from tests.kit.unshard_params import LAYOUTS, WORLDS, full, loss_of, plain_net, sharded_net
 from tests.ranks.models import OddModel, fill, full_parameters, shard_units, shared_folder
 from tests.ranks.net import make
 from tests.ranks.net import shard as shard_net
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_checkpoint_torch import adamw, sharded_adamw, trained
-from tests.ranks.test_tensor_parallel import Net, parallelize
-from tests.ranks.test_unshard_params import LAYOUTS, WORLDS, full, loss_of, plain_net, sharded_net
 
 MESHES = pytest.mark.parametrize("mesh", ["1d", "hsdp", "2d"])
 

@@ -11,18 +11,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fullshard import checkpoint, unshard_params
-from fullshard.checkpoint.format.datafile import DataWriter
 from fullshard.checkpoint.saving import write as writing
 from fullshard.checkpoint.saving.pending import await_save
 from fullshard.device import host_tensor
@@ -35,62 +32,13 @@ from fullshard.errors import (
 )
 from fullshard.frontend import contexts
 from fullshard.optim import ShardedOptimizer
-from tests.ranks.models import noise, refusal
+from tests.kit.checkpoint_async import begins, disk, slow_disk, steps_wait, trains
+from tests.kit.checkpoint_files import WAYS, alone, built, everything, plain, same
+from tests.ranks.models import refusal
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_checkpoint_faults import alone
-from tests.ranks.test_checkpoint_files import WAYS, built, everything, plain, same
 
 PATIENCE_S = 240.0  # a loaded machine is slow
 LITTLE = 100_000  # bytes, less than one weight of the model
-
-
-def trains(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Forward and backward twice, then a step."""
-    for part in (0, 1):
-        model(noise(4, 192, seed=seed + part)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@contextmanager
-def disk(do: Callable[[str], object]) -> Iterator[None]:
-    """Call ``do`` with the name of a part before a chunk of it is written."""
-    put = DataWriter.put
-
-    def slow(writer: DataWriter, name: str, start: int, data: Tensor) -> None:
-        do(name)
-        put(writer, name, start, data)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DataWriter, "put", slow)
-        yield
-
-
-@contextmanager
-def slow_disk() -> Iterator[threading.Event]:
-    """Write nothing of what an optimizer steps before the event is set; set it at the end."""
-    goes_on = threading.Event()
-
-    def wait(name: str) -> None:
-        if "blocks" in name:
-            assert goes_on.wait(300)
-
-    with disk(wait):
-        try:
-            yield goes_on
-        finally:
-            goes_on.set()
-            await_save()
-
-
-def begins(call: Callable[[], object]) -> threading.Thread:
-    """Run ``call`` in a thread, which surely has begun."""
-    has_begun = threading.Event()
-    thread = threading.Thread(target=lambda: (has_begun.set(), call()))
-    thread.start()
-    has_begun.wait()
-    thread.join(0.3)
-    return thread
 
 
 def goes_on_training(way: str, path: Path, budgets: list[int | None]) -> None:
@@ -124,27 +72,6 @@ def test_what_is_saved_is_the_state_at_the_call(pool: RankPool, tmp_path: Path, 
 
 def test_on_four_ranks_of_two_meshes(pool: RankPool, tmp_path: Path) -> None:
     pool.run(4, goes_on_training, "ragged tp", tmp_path, [LITTLE], timeout_s=PATIENCE_S)
-
-
-def steps_wait(path: Path, kind: str, budget: int | None) -> bool:
-    """Return whether a step waits for the disk."""
-    model = WAYS["ragged"](plain(1))
-    params = model.parameters()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, fused=kind == "fused")
-    if kind == "sharded":
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
-    trains(model, optimizer, 0)
-    with slow_disk() as goes_on:
-        checkpoint.save(path, model, optimizer, step=1, mode="async", budget_nbytes=budget)
-        for number in range(2):  # backwards do not wait
-            model(noise(4, 192, seed=number)).square().mean().backward()
-        step = begins(optimizer.step)
-        if budget is None:
-            step.join(60)  # it need not wait, but may be slow
-        waits = step.is_alive()
-        goes_on.set()
-        step.join()
-    return waits
 
 
 @pytest.mark.parametrize("kind", ["lists", "fused", "sharded"])

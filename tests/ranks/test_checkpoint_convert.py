@@ -31,9 +31,9 @@ from fullshard import PerParameter, Ragged, checkpoint, fully_shard
 from fullshard.checkpoint import convert
 from fullshard.cli import app
 from fullshard.errors import CheckpointError, ConfigError, FullshardError, UnsupportedError
+from tests.kit.checkpoint_files import built, everything, plain, same
 from tests.ranks.models import noise
 from tests.ranks.pool import RankPool
-from tests.ranks.test_checkpoint_files import built, everything, plain, same
 
 PATIENCE_S = 240.0  # a loaded machine is slow
 pytestmark = [

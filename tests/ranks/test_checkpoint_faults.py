@@ -37,18 +37,9 @@ from fullshard.errors import (
     FullshardError,
     LostRankError,
 )
+from tests.kit.checkpoint_files import alone, built, everything, same, saves
 from tests.ranks.models import message_of, refusal
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_checkpoint_files import built, everything, same, saves
-
-
-def alone(seed: int = 0, hidden: int = 96) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, hidden), nn.Tanh(), nn.Linear(hidden, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(torch.randn(5, 64)).sum().backward()
-    optimizer.step()
-    return model, optimizer
 
 
 @pytest.fixture(scope="module")

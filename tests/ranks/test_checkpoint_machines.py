@@ -26,9 +26,9 @@ from fullshard.checkpoint.format.manifest import MANIFEST
 from fullshard.checkpoint.saving.saving import save_collected
 from fullshard.checkpoint.stores import machines, peers
 from fullshard.errors import CheckpointError, ConfigError
+from tests.kit.checkpoint_files import built, everything, same
 from tests.ranks.models import noise, refusal
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_checkpoint_files import built, everything, same
 
 NAME = "step-{:06d}"
 

@@ -20,12 +20,11 @@ from fullshard import checkpoint
 from fullshard.checkpoint.format.manifest import MANIFEST, digest_of
 from fullshard.cli import main
 from fullshard.errors import CheckpointError, ConfigError, FullshardError
+from tests.kit.checkpoint_files import alone, built, everything, same
 from tests.ranks import object_kills
 from tests.ranks.models import noise
 from tests.ranks.object_store import objects, trouble
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_checkpoint_faults import alone
-from tests.ranks.test_checkpoint_files import built, everything, same
 
 
 def url_of(folder: Path) -> str:

@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import checkpoint
 from fullshard.compat import patch_torch
-from fullshard.optim import ShardedOptimizer
+from tests.kit.checkpoint_files import adamw, sharded_adamw, trained
+from tests.kit.tensor_parallel import Net, parallelize
+from tests.kit.unshard_params import sharded_net
 from tests.ranks.models import fill, shard_units
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_tensor_parallel import Net, parallelize
-from tests.ranks.test_unshard_params import loss_of, sharded_net
 
 CASES = [
     (kind, mesh, layout)
@@ -41,13 +41,6 @@ CASES = [
         *(("2d", "per_param"), ("2d", "element")),
     )
 ]
-
-
-def trained(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
-    for _ in range(steps):
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def plain(mesh: str) -> Net:
@@ -161,14 +154,6 @@ def same_values(one: dict[str, Any], other: dict[str, Any]) -> None:
         elif isinstance(value, Tensor):
             apart = (whole(value) - whole(other[name])).abs().max()
             assert apart < 1e-12, (name, apart.item())
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def sharded_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
 
 
 def ours(mesh: str, layout: str, make_optimizer: Callable[[Any], Any]) -> tuple[Any, Any]:

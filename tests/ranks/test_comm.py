@@ -12,20 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.comm import C10d, collectives_of, collectives_of_twin
 from fullshard.comm.c10d import Transport
+from tests.kit.communication import NUMELS, part
 from tests.ranks.models import noise
 from tests.ranks.pool import RankPool, every_world, on_ranks
-
-NUMELS = [0, 1, 5, 4096, 100_003]
 
 
 def wire(transport: Transport) -> C10d:
     group = dist.group.WORLD
     assert group is not None
     return C10d(group, "cpu", transport)
-
-
-def part(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
-    return noise(numel, seed=rank + 1).to(dtype)
 
 
 @on_ranks(2, 3, 4)

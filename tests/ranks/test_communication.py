@@ -13,52 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import comm, errors
-from fullshard._torch import collectives as _collectives
 from fullshard.frontend.ownership import unit_of
+from tests.kit.communication import Gather, Reduce
+from tests.kit.parity import batches, make, shard, train, vocab
 from tests.ranks.models import ids
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_parity import batches, make, shard, train, vocab
 
 Change = Callable[[Any], object]
-
-
-class Gather(fullshard.AllGather):
-    """Counts; ``asynchronous`` returns a work, else it is complete at once."""
-
-    def __init__(self, *, asynchronous: bool) -> None:
-        self.asynchronous = asynchronous
-        self.allocated = self.called = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.allocated += 1
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> Any:
-        self.called += 1
-        work = _collectives.all_gather(group, [output_tensor], [input_tensor])
-        if self.asynchronous:
-            return work
-        work.wait()
-        return None
-
-
-class Reduce(Gather):
-    def __call__(  # type: ignore[override]
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        self.called += 1
-        work = _collectives.reduce_scatter(group, output_tensor, input_tensor, op)
-        if self.asynchronous:
-            return work
-        work.wait()
-        return None
 
 
 def with_custom_comms(model: Any) -> None:

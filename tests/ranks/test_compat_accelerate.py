@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fullshard.compat import patch_torch
-from tests.ranks.test_examples import TIMEOUT_S, TORCHRUN
+from tests.kit.examples import TIMEOUT_S, TORCHRUN
 
 PROGRAM = """
 import os, sys
@@ -90,7 +90,6 @@ def test_the_environment_shards_on_cpus(tmp_path: Path) -> None:
     assert loss == pytest.approx(alone, abs=1e-5)
 
 
-@pytest.mark.more
 def test_who_asks_for_no_sharding_gets_none(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     kind, units, _ = run(tmp_path, PROGRAM, "none", patched=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.test_examples import TORCHRUN, run
+from tests.kit.examples import TORCHRUN, run
 
 HEAD = """
 import os, pickle, sys
@@ -80,7 +80,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one, marks=[] if one == "fsdp2" else pytest.mark.more) for one in PROGRAMS],
+    PROGRAMS,
 )
 def test_an_unedited_program_runs_on_ours(folder: Path, name: str) -> None:
     arguments = (f"programs/{name}.py", "--steps", "3")

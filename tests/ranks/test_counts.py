@@ -13,9 +13,9 @@ from torch import nn
 import fullshard
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
+from tests.kit.parity import shard, use_checkpoints
 from tests.ranks.models import GPT, fill, ids
 from tests.ranks.pool import RankPool, every_world, on_ranks
-from tests.ranks.test_parity import shard, use_checkpoints
 from tests.recording import recordings
 
 Call = tuple[str, int]

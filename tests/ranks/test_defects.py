@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.schedule import MachinePolicy
+from tests.kit.rows_semantics import Partly, linears
 from tests.ranks.models import Weighs, fill, noise, shard_units
 from tests.ranks.net import batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import Raised, grads, outcomes, raised, shard, whole
-from tests.ranks.test_rows_semantics import Partly, linears
 from tests.versions import TORCH, new_in_fsdp2
 
 OK = "nothing raised"

@@ -23,7 +23,7 @@ from fullshard.doctor.facts import Facts, facts_here
 from fullshard.doctor.wires import BETWEEN_HOSTS, SHARED_MEMORY, wire_of
 from fullshard.errors import LostRankError
 from fullshard.plan import hardware_of, time_host
-from tests.pure.test_doctor_measured import measured
+from tests.kit.doctor_measured import measured
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import FROM_A_LAUNCHER
 
@@ -129,7 +129,7 @@ def _refuse(*_: object, **__: object) -> None:
 def test_what_failed_on_another_rank_is_shown(tmp_path: Path) -> None:
     """In processes of its own: a group that never came about leaves threads behind."""
     program = (
-        "import sys; from tests.ranks.test_doctor import fail_on_rank_1 as f; "
+        "import sys; from tests.kit.doctor import fail_on_rank_1 as f; "
         "print(f(sys.argv[1], int(sys.argv[2])))"
     )
     jobs = [

@@ -6,10 +6,7 @@ The programs run as a user starts them, with processes of their own: what they s
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,46 +17,9 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
-from tests.noise import without_noise
+from tests.kit.examples import EXAMPLES, ROOT, TORCHRUN, run
 from tests.ranks.pool import RankPool
 from tests.recording import recordings
-
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
-TIMEOUT_S = 180.0  # a start takes ten seconds, on a loaded machine many more
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-FROM_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def run(folder: Path, *arguments: str, logged: str = "") -> str:
-    """Run Python in ``folder``; returns what was printed, and fails if stderr is not ``logged``."""
-    environment = {k: v for k, v in os.environ.items() if k not in FROM_A_LAUNCHER}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        out, err = process.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # the launcher takes its workers with it
-        out, err = process.communicate(timeout=TIMEOUT_S)
-        pytest.fail(f"no end after {TIMEOUT_S} s\n{out}\n{err}")
-    err = without_noise(err)
-    if process.returncode and _ABORTED_AT_THE_END in err:
-        return out
-    assert process.returncode == 0 and re.fullmatch(logged, err), out + err
-    return out
-
-
-# Of one process in four that saved by torch.distributed.checkpoint, after all its work, when the
-# interpreter is gone already and C++ destroys what is static. See docs/limits.md.
-_ABORTED_AT_THE_END = "terminate called without an active exception"
-
 
 # examples/
 
@@ -100,7 +60,6 @@ def test_the_tour_is_a_program(tmp_path: Path) -> None:
         assert words in out
 
 
-@pytest.mark.more  # the programs of the README and the quickstart start like these
 @pytest.mark.parametrize("example", EACH, ids=lambda one: one.name)
 def test_an_example_learns_on_two_processes(example: Learns, tmp_path: Path) -> None:
     if example.name == "transformers_model.py":
@@ -119,7 +78,6 @@ def test_an_example_learns_without_a_launcher(tmp_path: Path) -> None:
     assert losses[-1] < 2.8 < losses[0]
 
 
-@pytest.mark.more
 def test_a_checkpoint_of_two_processes_goes_on_on_one(tmp_path: Path) -> None:
     program = str(EXAMPLES / "checkpoint.py")
     on_two = run(tmp_path, *TORCHRUN, program, "run").splitlines()
@@ -136,7 +94,6 @@ def test_a_checkpoint_of_two_processes_goes_on_on_one(tmp_path: Path) -> None:
     assert losses[3] < losses[2] < losses[0] / 10
 
 
-@pytest.mark.more
 def test_what_is_exported_is_what_was_averaged(tmp_path: Path) -> None:
     program = str(EXAMPLES / "export.py")
     for start in ((*TORCHRUN, program), (program,)):

@@ -19,9 +19,9 @@ from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fullshard._torch import autograd as _autograd
 from fullshard.errors import ExtensionError
 from fullshard.tensors import local_part
+from tests.kit.extensions import EXACT, held, put_on, worst
 from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_extensions import EXACT, held, put_on, worst
 
 worlds = pytest.mark.parametrize("world", [1, 2, 3, 4])
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"

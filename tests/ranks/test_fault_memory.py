@@ -15,10 +15,10 @@ from fullshard import MixedPrecisionPolicy, PerParameter, Ragged, fully_shard
 from fullshard._torch import collectives as _collectives
 from fullshard.device import Buffer
 from fullshard.errors import PeerError
+from tests.kit.extensions import Halves
+from tests.kit.watch import Tower
 from tests.ranks.models import Trouble, fill, noise
 from tests.ranks.pool import RankPool
-from tests.ranks.test_extensions import Halves
-from tests.ranks.test_watch import Tower
 
 POLICIES = {
     "fp64": MixedPrecisionPolicy(),

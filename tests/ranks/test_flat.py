@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -12,21 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, iter_full_params
-from tests.ranks.net import Net, batch, make
+from tests.kit.flat import clean, wrap
+from tests.ranks.net import batch, make
 from tests.ranks.pool import RankPool, on_ranks
 
 originals = pytest.mark.parametrize("original", [True, False], ids=["originals", "flat"])
 EXACT = 1e-12
-
-
-def wrap(model: Net, **options: Any) -> FSDP:
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = FSDP(block, **options)
-    return FSDP(model, **options)
-
-
-def clean(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "")
 
 
 def apart(model: nn.Module, plain: nn.Module) -> float:

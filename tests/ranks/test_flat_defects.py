@@ -22,9 +22,7 @@ import fullshard as ours
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, iter_full_params
 from fullshard.errors import ProtocolError
-from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_flat_differential import (
+from tests.kit.flat_differential import (
     EXACT,
     batch,
     clean,
@@ -34,6 +32,8 @@ from tests.ranks.test_flat_differential import (
     quiet,
     wrap,
 )
+from tests.ranks.models import fill, noise
+from tests.ranks.pool import RankPool, on_ranks
 
 FP64 = torch.float64
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")

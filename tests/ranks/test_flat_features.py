@@ -18,9 +18,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import iter_full_params
 from fullshard.frontend.sharded import unit_and_engine
 from fullshard.schedule import Transcript
-from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_flat_differential import (
+from tests.kit.flat_differential import (
     BF16,
     EXACT,
     Stack,
@@ -33,6 +31,8 @@ from tests.ranks.test_flat_differential import (
     train,
     wrap,
 )
+from tests.ranks.models import fill, noise
+from tests.ranks.pool import RankPool, on_ranks
 
 FP64 = torch.float64
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 import fullshard as ours
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import MixedPrecision
-from tests.ranks.models import fill, noise
-from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_flat_differential import (
+from tests.kit.flat_differential import (
     BF16,
     EXACT,
     batch,
@@ -26,6 +24,8 @@ from tests.ranks.test_flat_differential import (
     quiet,
     wrap,
 )
+from tests.ranks.models import fill, noise
+from tests.ranks.pool import RankPool, on_ranks
 
 FP32, FP64 = torch.float32, torch.float64
 VARIABLE = "FSDP_USE_FULL_PREC_IN_EVAL"

@@ -13,8 +13,8 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType
 from fullshard.compat import patch_torch
 from fullshard.errors import ConfigError, UnsupportedError
+from tests.kit.flat import originals, step
 from tests.ranks.pool import on_ranks
-from tests.ranks.test_flat_state import originals, step
 
 
 class OnStream(nn.Module):

@@ -25,8 +25,8 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.flat.prepare import warn_of_choice
 from fullshard.frontend.meshes import DataMesh
 from fullshard.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.kit.flat_differential import BF16, Block, Stack, quiet, wrap
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_flat_differential import BF16, Block, Stack, quiet, wrap
 
 
 class Valueless(nn.Module):

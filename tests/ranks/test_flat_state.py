@@ -21,10 +21,10 @@ from fullshard import (
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.errors import ConfigError, ProtocolError, UnsupportedError
 from fullshard.frontend.sharded import is_taken_as_it_is
-from tests.ranks.net import batch, make
+from tests.kit.flat import originals, step
+from tests.ranks.net import make
 from tests.ranks.pool import RankPool, on_ranks
 
-originals = pytest.mark.parametrize("original", [True, False], ids=["originals", "flat"])
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 EXACT = 1e-12
 
@@ -50,12 +50,6 @@ def wrapped(original: bool, plain: nn.Module | None = None, **options: Any) -> F
     for i, block in enumerate(blocks):
         blocks[i] = FSDP(block, use_orig_params=original, **options)
     return FSDP(model, use_orig_params=original, **options)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
-    model(batch(number)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

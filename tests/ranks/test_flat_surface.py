@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard as ours
 from fullshard.wrap import ModuleWrapPolicy
+from tests.kit.flat_differential import BF16, Block, batch, clean, make, quiet, wrap
 from tests.ranks.models import fill, noise
 from tests.ranks.pool import RankPool
-from tests.ranks.test_flat_differential import BF16, Block, batch, clean, make, quiet, wrap
 
 Seen = dict[str, Any]
 PRECISION_FIELDS = list(theirs.MixedPrecision.__dataclass_fields__)

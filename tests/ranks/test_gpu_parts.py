@@ -35,7 +35,7 @@ def test_a_part_runs(pool: RankPool, name: str) -> None:
     json.dumps(found)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("world", [2, 4])
 def test_the_ranks_that_share_a_gpu_train_as_one(pool: RankPool, world: int) -> None:
     for found in pool.run(world, check_all, "cpu"):
         assert not found["wrong"], found

@@ -13,8 +13,7 @@ import fullshard
 from fullshard import fully_shard, unshard_params
 from fullshard.errors import ConfigError
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
-from tests.ranks.pool import on_ranks
-from tests.ranks.test_grad_dtype import (
+from tests.kit.grad_dtype import (
     BF16,
     FP32,
     FP64,
@@ -27,6 +26,7 @@ from tests.ranks.test_grad_dtype import (
     seen,
     share,
 )
+from tests.ranks.pool import on_ranks
 
 
 @on_ranks(2)

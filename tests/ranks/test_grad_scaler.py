@@ -22,11 +22,11 @@ import fullshard
 from fullshard.errors import FullshardError
 from fullshard.optim import ShardedGradScaler, ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
+from tests.kit.flat import clean, wrap
 from tests.ranks.models import Counted, full_parameters, noise
 from tests.ranks.net import Net, batch, make, shard
 from tests.ranks.pool import RankPool, on_ranks
 from tests.ranks.ragged import CASES, SHAPES, param_of, placed
-from tests.ranks.test_flat import clean, wrap
 
 EXACT = 1e-12
 STEPS = 6

@@ -18,17 +18,17 @@ from fullshard import FullyShardedDataParallel, PerParameter, Ragged, checkpoint
 from fullshard.optim import ShardedGradScaler, ShardedOptimizer, StepGuard, clip_grad_norm_
 from fullshard.optim import host as hosting
 from fullshard.optim.host import HostCopies
-from tests.ranks import (
-    test_checkpoint_async,
-    test_optimizer_mesh,
-    test_optimizer_resume,
-    test_sharded_optimizer,
-    test_sharded_optimizer_state,
+from tests.kit import (
+    checkpoint_async,
+    optimizer_mesh,
+    optimizer_resume,
+    sharded_optimizer,
+    sharded_optimizer_state,
 )
+from tests.kit.sharded_optimizer import OPTIMIZERS, both_layouts, trains
 from tests.ranks.models import full_parameters
 from tests.ranks.net import batch, make, shard
 from tests.ranks.pool import RankPool
-from tests.ranks.test_sharded_optimizer import OPTIMIZERS, both_layouts, trains
 
 
 @contextmanager
@@ -57,12 +57,7 @@ def hosted(fraction: float, job: Callable[..., Any], *args: Any) -> Any:
 # Parity with the class itself: groups, schedules, late parameters, frozen ones, clipping, and so on
 
 
-SOME = ("momentum", "adam", "amsgrad", "adagrad")
-KINDS = [
-    kind if kind in SOME else pytest.param(kind, marks=pytest.mark.more)
-    for kind in OPTIMIZERS
-    if kind != "sgd"  # which has no state
-]
+KINDS = [kind for kind in OPTIMIZERS if kind != "sgd"]  # which has no state
 
 
 @both_layouts
@@ -77,7 +72,7 @@ def test_steps_like_the_optimizer_itself(
 
 
 @both_layouts
-@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize("kind", ["momentum", "adam", "amsgrad", "adagrad"])
 def test_fused_steps_differ_by_rounding_only(pool: RankPool, layout: str, kind: str) -> None:
     args = (trains, layout, kind, torch.float64, {"fused": True})
     assert max(pool.run(2, hosted, 1.0, *args)) <= 1e-15
@@ -90,22 +85,22 @@ def test_parameters_in_bf16(pool: RankPool, layout: str) -> None:
 
 
 JOBS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "state dicts": (test_sharded_optimizer_state.exchanges, ("ragged", "adamw")),
-    "state made early": (test_sharded_optimizer_state.exchanges, ("per_parameter", "adagrad")),
-    "parts": (test_sharded_optimizer_state.loads_a_part, ("per_parameter",)),
-    "two of one": (test_sharded_optimizer_state.is_independent, ("ragged",)),
-    "edits": (test_sharded_optimizer_state.edits, ("ragged",)),
-    "older": (test_sharded_optimizer_state.older, ()),
-    "refusals": (test_sharded_optimizer_state.refuses_whole_state, ()),
-    "files of torch": (test_sharded_optimizer_state.through_files, ("ragged", "momentum")),
-    "whole": (test_sharded_optimizer_state.as_whole_tensors, ("per_parameter",)),
-    "hooks": (test_sharded_optimizer_state.calls_hooks, ()),
-    "a closure": (test_sharded_optimizer_state.uses_a_closure, ()),
-    "a scaler": (test_sharded_optimizer_state.scales, ("ragged", False)),
-    "a scaler, fused": (test_sharded_optimizer_state.scales, ("per_parameter", True)),
-    "copies": (test_sharded_optimizer_state.is_copied, ()),
-    "meta": (test_sharded_optimizer.built_on_meta, ("ragged", "adagrad")),
-    "accumulation": (test_sharded_optimizer.accumulates, ("ragged",)),
+    "state dicts": (sharded_optimizer_state.exchanges, ("ragged", "adamw")),
+    "state made early": (sharded_optimizer_state.exchanges, ("per_parameter", "adagrad")),
+    "parts": (sharded_optimizer_state.loads_a_part, ("per_parameter",)),
+    "two of one": (sharded_optimizer_state.is_independent, ("ragged",)),
+    "edits": (sharded_optimizer_state.edits, ("ragged",)),
+    "older": (sharded_optimizer_state.older, ()),
+    "refusals": (sharded_optimizer_state.refuses_whole_state, ()),
+    "files of torch": (sharded_optimizer_state.through_files, ("ragged", "momentum")),
+    "whole": (sharded_optimizer_state.as_whole_tensors, ("per_parameter",)),
+    "hooks": (sharded_optimizer_state.calls_hooks, ()),
+    "a closure": (sharded_optimizer_state.uses_a_closure, ()),
+    "a scaler": (sharded_optimizer_state.scales, ("ragged", False)),
+    "a scaler, fused": (sharded_optimizer_state.scales, ("per_parameter", True)),
+    "copies": (sharded_optimizer_state.is_copied, ()),
+    "meta": (sharded_optimizer.built_on_meta, ("ragged", "adagrad")),
+    "accumulation": (sharded_optimizer.accumulates, ("ragged",)),
 }
 
 
@@ -117,8 +112,8 @@ def test_what_users_see_stays(pool: RankPool, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adagrad"])
 def test_any_mesh(pool: RankPool, kind: str) -> None:
-    pool.run(4, hosted, 0.5, test_optimizer_mesh.steps_alike, kind)
-    pool.run(4, hosted, 0.5, test_optimizer_mesh.exchanges_state, kind)
+    pool.run(4, hosted, 0.5, optimizer_mesh.steps_alike, kind)
+    pool.run(4, hosted, 0.5, optimizer_mesh.exchanges_state, kind)
 
 
 # Checkpoints
@@ -126,17 +121,15 @@ def test_any_mesh(pool: RankPool, kind: str) -> None:
 
 FACES = [
     ("element", "flat"),
-    *(
-        pytest.param(*pair, marks=pytest.mark.more)
-        for pair in (("per_parameter", "int"), ("originals", "no_shard"))
-    ),
+    ("per_parameter", "int"),
+    ("originals", "no_shard"),
 ]
 
 
 @pytest.mark.parametrize(("face", "other"), FACES)
 def test_state_goes_to_other_faces_and_back(pool: RankPool, face: str, other: str) -> None:
     """Full and sharded state dicts, of every optimizer, with state on the host or not."""
-    job = test_optimizer_resume.resumes
+    job = optimizer_resume.resumes
     for failed in pool.run(2, hosted, 1.0, job, face, other, timeout_s=240):
         assert failed == []
 
@@ -145,7 +138,7 @@ def test_state_goes_to_other_faces_and_back(pool: RankPool, face: str, other: st
 def test_an_asynchronous_save_copies_beside_the_training(
     pool: RankPool, tmp_path: Path, budget: int | None
 ) -> None:
-    job = test_checkpoint_async.steps_wait
+    job = checkpoint_async.steps_wait
     waits = pool.run(2, hosted, 1.0, job, tmp_path / "saved", "sharded", budget, timeout_s=240)
     assert waits == [budget == 0] * 2
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard import PerParameter, Ragged, fully_shard
 from fullshard.errors import FullshardError
+from tests.kit.initialisation import same, whole
 from tests.ranks.pool import RankPool
 from tests.versions import TORCH
 
@@ -56,16 +57,6 @@ def outcome(fill: Fill, tensor: Tensor) -> Any:
     made = [whole(tensor), torch.get_rng_state()]
     # Numbers that were made beside the tensor must agree as well.
     return made + [whole(one) for one in (result if isinstance(result, list) else ())]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Exception) or isinstance(other, Exception):
-        return False
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def verdicts(

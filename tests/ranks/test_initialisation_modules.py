@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard
 
 from fullshard import PerParameter, Ragged, fully_shard, unshard_params
 from fullshard.errors import FullshardError
+from tests.kit.initialisation import same, whole
 from tests.ranks.pool import RankPool, every_world
-from tests.ranks.test_initialisation import same, whole
 
 
 class TiedHead(nn.Module):

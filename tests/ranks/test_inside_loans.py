@@ -19,10 +19,10 @@ from fullshard.checkpoint import full_state_dict, load_full_state_dict
 from fullshard.engine import Engine
 from fullshard.errors import BusyError
 from fullshard.flat import FullStateDictConfig, MixedPrecision, StateDictType
+from tests.kit.checkpoint_files import WAYS, plain
 from tests.ranks.models import noise
 from tests.ranks.net import batch, make
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_checkpoint_files import WAYS, plain
 
 PARALLEL = ("tp", "ragged tp")
 SHARDED = [way for way in WAYS if way != "plain"]

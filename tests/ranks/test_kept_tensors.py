@@ -19,10 +19,10 @@ import fullshard
 from fullshard._torch import memory as _memory
 from fullshard.device import BufferKind
 from fullshard.engine.unshard import FREED
+from tests.kit.extensions import Halves
 from tests.ranks.autograd import engine_of
 from tests.ranks.pool import on_ranks
 from tests.ranks.strict import left
-from tests.ranks.test_extensions import Halves
 
 DIM = 6
 REFUSES = _memory.refuses_reads(torch.device("cpu"))

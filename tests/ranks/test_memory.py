@@ -129,8 +129,6 @@ CASES = {
     for title, case in memory.CASES.items()
     if case.shape in ("layers", "large embedding") and not case.bf16
 }
-# Between the others; ``python -m bench memory`` has them, too.
-ELSEWHERE = ("accumulated sharded", "not resharded after forward")
 
 
 def bytes_of(names: list[str], case: Any) -> dict[str, tuple[int, int]]:
@@ -142,7 +140,7 @@ def bytes_of(names: list[str], case: Any) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
     "title",
-    [pytest.param(title, marks=[pytest.mark.more] * (title in ELSEWHERE)) for title in CASES],
+    CASES,
 )
 def test_no_more_than_pytorch(pool: RankPool, title: str, bf16: bool) -> None:
     """At the peak of a step, and between steps.

@@ -22,9 +22,9 @@ from fullshard._torch import collectives as _collectives
 from fullshard.comm.c10d import Transport
 from fullshard.frontend.ownership import unit_of
 from fullshard.tensors import RaggedShard
+from tests.kit.parity import batches, check, make, shard, train, vocab
 from tests.ranks.models import GPT, fill, full_parameters, ids, refusal, shard_units
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_parity import batches, check, make, shard, train, vocab
 from tests.recording import recordings
 
 PER_PARAM, RAGGED = fullshard.PerParameter(), fullshard.Ragged()

@@ -263,7 +263,7 @@ def short_at(face: str, at: int, late_s: float = 0.0, patience: str = "3") -> in
         return num_issued
 
 
-@pytest.mark.parametrize("face", [pytest.param("rows", marks=pytest.mark.more), "replicas"])
+@pytest.mark.parametrize("face", ["rows", "replicas"])
 def test_memory_may_run_out_at_every_collective(pool: RankPool, face: str) -> None:
     world = 4 if face == "replicas" else 2
     num_issued = pool.run(world, short_at, face, 0)[0] // 2  # in one step

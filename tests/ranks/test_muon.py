@@ -10,21 +10,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import Ragged, ShardingStrategy, checkpoint, unshard_params
+from fullshard import checkpoint
 from fullshard.checkpoint import (
     full_optim_state_dict,
     load_full_optim_state_dict,
@@ -32,14 +25,12 @@ from fullshard.checkpoint import (
     sharded_optim_state_dict,
 )
 from fullshard.errors import UnsupportedError
-from fullshard.optim import Muon, StepGuard, clip_grad_norm_
-from fullshard.tensors.form import clean_name
-from tests.ranks.models import fill, shard_units
+from fullshard.optim import Muon, StepGuard
+from tests.kit.muon import ADAMW, EXACT, LR, accumulated, full, gaps, in_fp64, made, sharded
+from tests.ranks.models import shard_units
 from tests.ranks.muon import BY_MUON, Model, Reference, backward
 from tests.ranks.pool import RankError, RankPool, on_ranks
 
-LR, ADAMW = 0.02, {"lr": 0.01, "weight_decay": 0.125}
-EXACT = 1e-12
 PLACES = [
     (1, "per_parameter"),
     (2, "per_parameter"),
@@ -56,78 +47,7 @@ PLACES = [
     (4, "tp"),
     (4, "tp ragged"),
 ]
-everywhere = pytest.mark.parametrize(
-    ("world", "kind"),
-    [
-        pytest.param(world, kind, marks=pytest.mark.more if (world, kind) in more else ())
-        for more in [{(1, "ragged"), (2, "ragged"), (4, "per_parameter"), (2, "flat")}]
-        for world, kind in PLACES
-    ],
-)
-
-
-def made() -> Any:
-    return fill(Model(tied=True).double())
-
-
-def mesh_of(kind: str) -> DeviceMesh | None:
-    if kind.startswith("hsdp"):
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    if kind.startswith("tp"):
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return None
-
-
-def sharded(kind: str) -> tuple[Any, int, int]:
-    """The model, and this rank's place among those that read other data."""
-    model, mesh = made(), mesh_of(kind)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if kind.endswith("flat"):
-        flat: dict[str, Any] = {"use_orig_params": True}
-        if mesh is not None:
-            flat |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-        for number, layer in enumerate(model.layers):
-            model.layers[number] = FSDP(layer, **flat)
-        return FSDP(model, **flat), rank, world
-    options: dict[str, Any] = {"layout": Ragged()} if kind.endswith("ragged") else {}
-    if kind.startswith("tp"):
-        assert mesh is not None
-        plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
-        mesh = mesh["dp"]
-        rank, world = mesh.get_local_rank(), mesh.size()
-    shard_units(model, model.layers, mesh=mesh, **options)
-    return model, rank, world
-
-
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def full(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
-    with unshard_params(model, writeback=False, with_grads=grads):
-        return {
-            clean_name(name): whole(param.grad if grads else param)
-            for name, param in model.named_parameters()
-        }
-
-
-def accumulated(model: Any, number: int, rank: int = 0, world: int = 1) -> None:
-    """Gradients of two microbatches, clipped."""
-    for micro in range(2):
-        backward(model, 2 * number + micro, rank, world)
-    if rank == 0 and world == 1 and isinstance(model, Model) and not hasattr(model, "unshard"):
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    else:
-        clip_grad_norm_(model.parameters(), 0.1)
-
-
-def gaps(model: nn.Module, plain: nn.Module) -> dict[str, float]:
-    expected = dict(plain.named_parameters())
-    found = full(model)
-    assert found.keys() == expected.keys()
-    return {name: (found[name] - expected[name]).abs().max().item() for name in expected}
+everywhere = pytest.mark.parametrize(("world", "kind"), PLACES)
 
 
 def given_equal_gradients(kind: str) -> dict[str, float]:
@@ -151,19 +71,6 @@ def test_it_is_bit_equal_given_equal_gradients(pool: RankPool, world: int, kind:
     for found in pool.run(world, given_equal_gradients, kind):
         assert {name: found[name] for name in BY_MUON} == dict.fromkeys(BY_MUON, 0.0)
         assert max(found.values()) <= 1e-15
-
-
-def in_fp64(
-    grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> Tensor:
-    """What ``torch.optim.Muon`` does in bf16."""
-    a, b, c = coefficients
-    x = grad if grad.shape[0] <= grad.shape[1] else grad.T
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x if grad.shape[0] <= grad.shape[1] else x.T
 
 
 def unsharded(num_steps: int) -> tuple[nn.Module, Reference]:
@@ -240,8 +147,8 @@ def goes_on(kind: str, folder: str, state: Any) -> float:
         ((2, "per_parameter"), (3, "ragged")),
         ((3, "ragged"), (4, "hsdp")),
         ((4, "tp"), (2, "flat")),
-        pytest.param((3, "flat"), (1, "per_parameter"), marks=pytest.mark.more),
-        pytest.param((4, "hsdp ragged"), (4, "tp"), marks=pytest.mark.more),
+        ((3, "flat"), (1, "per_parameter")),
+        ((4, "hsdp ragged"), (4, "tp")),
     ],
     ids=str,
 )

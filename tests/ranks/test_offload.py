@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, PerParameter, Ragged, fully_shard
@@ -18,42 +17,15 @@ from fullshard.engine import Offload
 from fullshard.engine import spec as bucket_spec
 from fullshard.engine.spec import Outbound
 from fullshard.engine.unit import Unit
-from fullshard.frontend import checks
 from fullshard.frontend.ownership import units_below
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
+from tests.kit.offload import a_bus
 from tests.ranks.models import fill, full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step
 from tests.ranks.pool import on_ranks
 
 LAYOUTS = {"per-parameter": PerParameter(), "ragged": Ragged()}
-
-
-@contextmanager
-def a_bus(pinned: bool = True) -> Iterator[list[tuple[str, torch.dtype, int]]]:
-    """Modules sharded in the block are offloaded, to where they are; yields what crosses."""
-    crossings: list[tuple[str, torch.dtype, int]] = []
-    send, bring_home, host_tensor = Outbound.send, bucket_spec.bring_home, bucket_spec.host_tensor
-
-    def sent(self: Outbound, shard: Tensor) -> None:
-        send(self, shard)
-        crossings.append(("to device", self._target.dtype, self._target.numel()))
-
-    def brought(row: Tensor, dtype: torch.dtype, *more: Any) -> Tensor:
-        narrow = min(row.dtype, dtype, key=lambda d: d.itemsize)
-        crossings.append(("to host", narrow, row.numel()))
-        return bring_home(row, dtype, *more)
-
-    def unpinned(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        return host_tensor(numel, dtype, pinned=False)  # which takes an accelerator
-
-    with (
-        patch.object(checks, "checked_offload", lambda *_: Offload(pinned)),
-        patch.object(Outbound, "send", sent),
-        patch("fullshard.engine.reduce.bring_home", brought),
-        patch.object(bucket_spec, "host_tensor", unpinned),
-    ):
-        yield crossings
 
 
 def same_training(train: Callable[[nn.Module], None], pinned: bool, **options: Any) -> None:

@@ -14,12 +14,12 @@ from torch.optim import Adafactor, Optimizer
 
 from fullshard import checkpoint
 from fullshard.optim import Muon, OwnedOptimizer
+from tests.kit.muon import ADAMW, EXACT, LR, accumulated, gaps, in_fp64, made, sharded
+from tests.kit.owned import Whitening, give, named
 from tests.ranks.block_states import CodedMomentum
 from tests.ranks.models import noise
 from tests.ranks.muon import BY_MUON, Reference
 from tests.ranks.pool import RankPool
-from tests.ranks.test_muon import ADAMW, EXACT, LR, accumulated, gaps, in_fp64, made, sharded
-from tests.ranks.test_owned import Whitening, give, named
 
 
 class Kind(NamedTuple):
@@ -125,9 +125,7 @@ def one_step(folder: str, number: int, face: str, trains: bool) -> dict[str, dic
     return found
 
 
-@pytest.mark.parametrize(
-    "cells", [CELLS, pytest.param(OTHERS, marks=pytest.mark.more)], ids=["some", "others"]
-)
+@pytest.mark.parametrize("cells", [CELLS, OTHERS], ids=["some", "others"])
 @pytest.mark.parametrize("trains", [True, False], ids=["trains", "equal gradients"])
 def test_a_run_goes_on_wherever_it_is_taken(
     pool: RankPool, tmp_path: Path, trains: bool, cells: list[tuple[int, str]]

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import Ragged, fully_shard
 from fullshard.optim import OwnedOptimizer, ShardedOptimizer
+from tests.kit.block_states import EAGER, give_grads, sharded
+from tests.kit.owned import CLASSES, give, named, same_params
 from tests.ranks.block_states import Net, kind_of, kinds
 from tests.ranks.models import fill, noise
 from tests.ranks.pool import RankPool
-from tests.ranks.test_block_states import EAGER, give_grads, sharded
-from tests.ranks.test_owned import CLASSES, give, named, same_params
 from tests.versions import TORCH
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"

@@ -22,53 +22,14 @@ from fullshard import Ragged, ShardingStrategy, checkpoint, fully_shard, watch
 from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.shared import Shared
 from fullshard.errors import ConfigError, PeerError, UnsupportedError
-from fullshard.layout.region import whole as all_of
 from fullshard.optim import OwnedOptimizer, ShardedGradScaler, StepGuard, clip_grad_norm_
-from fullshard.optim.owned.assign import Ranks, placement_of
-from fullshard.tensors import local_part, shown_like
+from fullshard.tensors import local_part
+from tests.kit.owned import CLASSES, give, named, same_params
+from tests.kit.tensor_parallel import VOCAB, parallelize
+from tests.kit.tensor_parallel import Net as Parallel
+from tests.kit.tensor_parallel import shard as shard_parallel
 from tests.ranks.models import fill, full_parameters, heard, ids, noise, refusal
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_tensor_parallel import VOCAB, parallelize
-from tests.ranks.test_tensor_parallel import Net as Parallel
-from tests.ranks.test_tensor_parallel import shard as shard_parallel
-
-
-class Whitening(Optimizer):
-    """A small Shampoo: factors of the rows' and columns' sizes, a count that is a Python number."""
-
-    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.5) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                own, grad = (
-                    self.state[param],
-                    param.grad.reshape(len(param) if param.dim() else 1, -1),
-                )
-                if not own:
-                    own["count"] = 0
-                    own["moment"] = torch.zeros_like(param)
-                    own["left"] = torch.eye(grad.shape[0], dtype=grad.dtype)
-                    own["right"] = torch.eye(grad.shape[1], dtype=grad.dtype)
-                own["count"] += 1
-                own["left"] += grad @ grad.T
-                own["right"] += grad.T @ grad
-                update = torch.linalg.solve(own["left"], grad)
-                update = torch.linalg.solve(own["right"], update, left=False)
-                own["moment"].mul_(group["momentum"]).add_(update.view_as(param))
-                param.mul_(1 - 0.01 * group["lr"])
-                param.add_(own["moment"], alpha=-group["lr"] / own["count"] ** 0.5)
-
-
-CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "muon": (torch.optim.Muon, {"lr": 0.05}),
-    "adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
-    "whitening": (Whitening, {}),
-}
 
 
 class Net(nn.Module):
@@ -108,26 +69,6 @@ def sharded(net: nn.Module, face: str) -> nn.Module:
     return net
 
 
-def give(model: nn.Module, grads: dict[str, Tensor]) -> None:
-    """Give gradients that are equal to the unsharded model's to the bit."""
-    for name, param in model.named_parameters():
-        whole = grads.get(name.replace("_fsdp_wrapped_module.", ""))
-        param.grad = None if whole is None else part(param, whole)
-
-
-def part(param: Tensor, whole: Tensor) -> Tensor:
-    placed, mesh = placement_of(param, "") or (None, None)
-    if placed is None:
-        return whole.clone()
-    ranks = Ranks(mesh)
-    local = torch.empty(local_part(param).shape, dtype=whole.dtype)
-    region = ranks.region(placed, ranks.own)
-    for one in region.overlaps(all_of(placed.shape)):
-        mine = local.view(-1).as_strided(one.sizes, one.strides, one.offset)
-        mine.copy_(whole.contiguous().as_strided(one.sizes, one.other_strides, one.other_offset))
-    return shown_like(param, local)
-
-
 def grads_of(step: int, net: nn.Module) -> dict[str, Tensor]:
     """Gradients of one step; in one step a parameter has none."""
     return {
@@ -135,11 +76,6 @@ def grads_of(step: int, net: nn.Module) -> dict[str, Tensor]:
         for number, (name, param) in enumerate(net.named_parameters())
         if param.requires_grad and "unused" not in name and not ("last" in name and step == 1)
     }
-
-
-def named(model: nn.Module, *, only: Any = None) -> list[tuple[str, nn.Parameter]]:
-    found = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]
-    return [(n, p) for n, p in found if only is None or only(n)]
 
 
 def split(net: nn.Module, cut: Any) -> tuple[list[tuple[str, nn.Parameter]], Any]:
@@ -176,11 +112,6 @@ class Reference:
         for name, param in self.params:
             param.grad = all_grads.get(name)
         self.optimizer.step()
-
-
-def same_params(model: nn.Module, net: nn.Module) -> None:
-    for (name, param), (_, expected) in zip(named(model), net.named_parameters(), strict=True):
-        assert torch.equal(local_part(param), local_part(part(param, expected.detach()))), name
 
 
 def steps_alike(kind: str, face: str, cut: Any, more: dict[str, Any]) -> None:

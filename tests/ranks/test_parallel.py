@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
 from torch.distributed.tensor.debug import CommDebugMode
@@ -20,50 +19,14 @@ from torch.distributed.tensor.parallel import (
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard.tensors import (
-    ParallelSpec,
     ShardPlace,
     SpmdMesh,
     parallel_spec_of,
     shard_place,
 )
+from tests.kit.parallel import SIZES, chunk, mesh_of, rows, shown, spec_of
 from tests.ranks.pool import RankPool, on_ranks
 from tests.versions import TORCH
-
-SIZES = range(1, 10)
-
-
-def mesh_of(names: str = "dp tp", *sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes or (2, 2), mesh_dim_names=tuple(names.split()))
-
-
-def spec_of(param: Tensor, **options: Any) -> ParallelSpec:
-    spec = parallel_spec_of(param, **options)
-    assert spec is not None
-    return spec
-
-
-def rows(size: int, width: int = 3) -> Tensor:
-    return torch.arange(size * width, dtype=torch.float64).view(size, width)
-
-
-def chunk(tensor: Tensor, mesh: DeviceMesh, dim: int, mesh_dim: int = -1) -> Tensor:
-    """This rank's piece, as ``torch.chunk`` cuts, possibly empty."""
-    parts = tensor.chunk(mesh.shape[mesh_dim], dim)
-    rank = mesh.get_local_rank(mesh_dim % mesh.ndim)
-    return parts[rank] if rank < len(parts) else tensor.narrow(dim, 0, 0)
-
-
-def shown(local: Tensor, place: ShardPlace, like: Tensor) -> DTensor:
-    """A shard as a DTensor."""
-    return DTensor.from_local(
-        local.contiguous(),
-        place.mesh,
-        place.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-
 
 # The whole parameter.
 

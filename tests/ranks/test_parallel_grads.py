@@ -25,9 +25,9 @@ from fullshard.tensors import (
     parallel_spec_of,
 )
 from fullshard.tensors.parallel_mesh import joint_mesh
+from tests.kit.parallel import mesh_of, rows, spec_of
 from tests.ranks.models import Counted
 from tests.ranks.pool import on_ranks
-from tests.ranks.test_parallel import mesh_of, rows, spec_of
 
 
 def same(got: Tensor | None, want: Tensor) -> None:

@@ -17,8 +17,8 @@ from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors import SpmdMesh, parallel_spec_of, shard_place
 from fullshard.tensors.parallel_mesh import joint_mesh
+from tests.kit.parallel import SIZES, chunk, mesh_of, rows, shown, spec_of
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_parallel import SIZES, chunk, mesh_of, rows, shown, spec_of
 
 # Joint meshes.
 

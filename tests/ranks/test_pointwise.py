@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fullshard import Ragged, fully_shard
+from tests.kit.sharded_optimizer import FUSED, OPTIMIZERS
 from tests.ranks.models import noise
 from tests.ranks.net import apart, make, shard, step
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_sharded_optimizer import FUSED, OPTIMIZERS
 
 WAYS: dict[str, dict[str, Any]] = {"one by one": {"foreach": False}, "lists": {"foreach": True}}
 
@@ -37,9 +37,7 @@ def steps_like_unsharded(kind: str, how: dict[str, Any]) -> float:
     return apart(model, plain)
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(1, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.more), 3]
-)
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 def test_steps_like_the_unsharded_model(pool: RankPool, world: int, kind: str, way: str) -> None:

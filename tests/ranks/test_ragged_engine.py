@@ -19,10 +19,10 @@ from fullshard import (
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule import AfterForward
+from tests.kit.parity import batches, check, make
+from tests.kit.parity import compare as compare_parity
 from tests.ranks.models import GPT, shard_units
 from tests.ranks.pool import RankPool, every_world, on_ranks
-from tests.ranks.test_parity import batches, check, make
-from tests.ranks.test_parity import compare as compare_parity
 
 AFTER = {AfterForward.AUTO: None, AfterForward.RESHARD: True, AfterForward.KEEP: False}
 

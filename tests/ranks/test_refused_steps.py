@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fullshard.engine import steps
 from fullshard.errors import ConfigError, FullshardError, TornStepError, UnsupportedError
 from fullshard.optim import ShardedOptimizer
+from tests.kit.torn_steps import adamw, compute, equals, fail, muon, owned, sharded, trained
+from tests.kit.watch import tower
 from tests.ranks.models import Trouble, full_parameters
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_torn_steps import adamw, compute, equals, fail, muon, owned, sharded, trained
-from tests.ranks.test_watch import tower
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -27,8 +27,8 @@ from fullshard.comm.native import Native
 from fullshard.comm.shared import Shared
 from fullshard.comm.twolevel import TwoLevels
 from fullshard.errors import ConfigError
+from tests.kit.shared import gather
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_shared import gather
 
 
 def reach(how: str) -> str:

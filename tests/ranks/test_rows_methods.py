@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.kit.communication import Gather, Reduce
 from tests.ranks.models import fill, full_parameters, ids, noise
 from tests.ranks.net import batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import check_alike, each, grads, outcomes, raised, shard, shown, whole
-from tests.ranks.test_communication import Gather, Reduce
 from tests.versions import new_in_fsdp2
 
 

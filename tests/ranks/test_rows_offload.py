@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.kit.extensions import Halves, split
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.net import batch, make
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import check_alike, each, grads, outcomes, raised, shard
-from tests.ranks.test_extensions import Halves, split
 
 
 class Quiet(Halves):

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from tests.kit.rows_semantics import Partly, linears
 from tests.ranks.models import Tied, Weighs, fill, full_parameters, ids, noise, shard_units
 from tests.ranks.net import batch, make, optimizer_of
 from tests.ranks.pool import RankPool
@@ -29,10 +30,6 @@ from tests.versions import INTEGER_PARAMETERS, mended_in_fsdp2, new_in_fsdp2
 def mine(number: int = 0) -> Tensor:
     """Data of this rank's own."""
     return batch(number + 10 * dist.get_rank())
-
-
-def linears(num: int, dim: int = 3) -> Any:
-    return fill(nn.Sequential(*(nn.Linear(dim, dim) for _ in range(num))).double())
 
 
 def roots(fsdp: Any) -> Any:
@@ -129,16 +126,6 @@ def replicas(fsdp: Any) -> Any:
         model(mine(number)).square().sum().backward()
     places = [str(p.grad.placements) for p in model.parameters()]
     return [places, grads(model)]
-
-
-class Partly(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(3)
-        self.extra = nn.Parameter(torch.ones(2, dtype=torch.float64))
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        return self.layers[which](x)
 
 
 def unused(fsdp: Any) -> Any:

@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard import fully_shard
 from fullshard.optim import ShardedOptimizer
 from fullshard.tensors import flat_part_of, local_part
-from tests.ranks.models import noise
-from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_sharded_optimizer import (
+from tests.kit.sharded_optimizer import (
     LAYOUTS,
     Make,
     backward,
@@ -28,6 +26,8 @@ from tests.ranks.test_sharded_optimizer import (
     same_state,
     sharded,
 )
+from tests.ranks.models import noise
+from tests.ranks.pool import RankPool, on_ranks
 
 # How many tensors it steps on
 

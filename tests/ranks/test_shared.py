@@ -22,35 +22,15 @@ from fullshard.comm.c10d import Transport, TransportRequest, way_of
 from fullshard.comm.memory import Memory
 from fullshard.comm.shared import Shared
 from fullshard.errors import LostRankError, ProtocolError
+from tests.kit.shared import any_order_of_all_kinds, gather, permissions_at, world_group
 from tests.ranks.models import noise, shard_units
 from tests.ranks.pool import RankPool, every_world, on_ranks
-
-
-def world_group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def shared(group: dist.ProcessGroup) -> Shared:
     way = way_of(group, TransportRequest(Transport.SHARED))
     assert isinstance(way, Shared)
     return way
-
-
-def gathered(numel: int) -> Tensor:
-    return torch.cat([noise(numel, seed=rank) for rank in range(dist.get_world_size())])
-
-
-def gather(wire: C10d, numel: int = 1000) -> Callable[[], bool]:
-    """Start a gather; what is returned waits, and says whether the result is right."""
-    output = torch.full((wire.world * numel,), torch.nan, dtype=torch.float64)
-    pending = wire.all_gather([output], [noise(numel, seed=wire.rank)])
-
-    def finish() -> bool:
-        pending.wait()
-        return torch.equal(output, gathered(numel))
-
-    return finish
 
 
 def long_timeout(hosts: str) -> bool:
@@ -258,14 +238,6 @@ def test_inference_mode_leaves_memory_writable() -> None:
     model(torch.ones(2, 8)).sum().backward()
 
 
-def permissions_at(address: int) -> list[str]:
-    """How this process has mapped an address."""
-    with open("/proc/self/maps") as file:
-        ranges = (line.split(maxsplit=2)[:2] for line in file)
-        bounds = ((own.split("-"), how) for own, how in ranges)
-        return [how for (low, high), how in bounds if int(low, 16) <= address < int(high, 16)]
-
-
 @on_ranks(3)
 def test_ranks_can_read_each_others_memory_only() -> None:
     wire = C10d(world_group(), "cpu")
@@ -371,47 +343,6 @@ def test_means_are_right_in_whatever_order_ranks_wait() -> None:
         everyone = torch.stack([values(number, rank) for rank in range(wire.world)])
         worst = max(worst, (found - everyone.mean(0)).abs().max().item())
     assert worst < 1e-14
-
-
-def any_order_of_all_kinds(seed: int) -> float:
-    """Ranks start the same and wait, or do not, each as it likes."""
-    same, own = random.Random(seed), random.Random(100 * seed + dist.get_rank())
-    wire, worst = C10d(world_group(), "cpu"), 0.0
-    in_flight: list[Callable[[], float]] = []
-    for number in range(200):
-        numel = same.choice([1, 7, 500, 20_001])
-        in_flight.append(same.choice([start_gather, start_reduce, start_mean])(wire, number, numel))
-        while len(in_flight) > own.choice([2, 4, 30]):
-            finish = in_flight.pop(own.randrange(len(in_flight)))
-            if own.random() < 0.8:  # nobody wants the others
-                worst = max(worst, finish())
-    return max(worst, *(finish() for finish in in_flight))
-
-
-def parts(wire: C10d, number: int, numel: int) -> Tensor:
-    return torch.stack([noise(numel, seed=7 * number + rank) for rank in range(wire.world)])
-
-
-def start_gather(wire: C10d, number: int, numel: int) -> Callable[[], float]:
-    everyone = parts(wire, number, numel)
-    output, source = torch.empty(wire.world * numel, dtype=torch.float64), everyone[wire.rank]
-    pending = wire.all_gather([output], [source.clone()])
-    return lambda: (pending.wait(), (output - everyone.view(-1)).abs().max().item())[1]
-
-
-def start_reduce(wire: C10d, number: int, numel: int) -> Callable[[], float]:
-    everyone = parts(wire, number, wire.world * numel)
-    output, source = torch.empty(numel, dtype=torch.float64), everyone[wire.rank].clone()
-    pending = wire.reduce_scatter_mean(output, source)
-    mean = everyone.mean(0).view(wire.world, -1)[wire.rank]
-    return lambda: (pending.wait(), (output - mean).abs().max().item())[1]
-
-
-def start_mean(wire: C10d, number: int, numel: int) -> Callable[[], float]:
-    everyone = parts(wire, number, numel)
-    values = everyone[wire.rank].clone()
-    pending = wire.all_reduce_mean(values)
-    return lambda: (pending.wait(), (values - everyone.mean(0)).abs().max().item())[1]
 
 
 @every_world

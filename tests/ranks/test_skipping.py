@@ -118,7 +118,6 @@ def test_random_skips_repeats_and_orders(pool: RankPool) -> None:
     check_random(pool, seed=0, count=4)
 
 
-@pytest.mark.more
 def test_many_random_skips_repeats_and_orders(pool: RankPool) -> None:
     check_random(pool, seed=100, count=60)
 

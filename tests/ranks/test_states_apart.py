@@ -16,10 +16,10 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import Ragged, StateDictType, checkpoint, fully_shard
 from fullshard.errors import CheckpointError, ConfigError, FullshardError
 from fullshard.optim import OwnedOptimizer, ShardedOptimizer
+from tests.kit.block_states import EAGER
 from tests.ranks.block_states import kind_of, kinds
 from tests.ranks.models import fill, refusal
 from tests.ranks.pool import RankPool
-from tests.ranks.test_block_states import EAGER
 
 APART = 1
 """The rank that does otherwise."""

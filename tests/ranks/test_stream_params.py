@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import checkpoint, fully_shard, stream_params, unshard_params
 from fullshard.errors import BusyError, ConfigError, ProtocolError
+from tests.kit.checkpoint_files import WAYS, plain
 from tests.ranks.models import noise, shard_units
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_checkpoint_files import WAYS, plain
 
 SIZES = (1, 3000, 100_000, 1 << 30)
 

@@ -25,7 +25,6 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.nn import functional as F
@@ -33,74 +32,11 @@ from torch.nn import functional as F
 import fullshard
 from fullshard import errors
 from fullshard.frontend.ownership import unit_of
-from tests.ranks.models import fill, full_parameters, ids, shard_units
+from tests.kit.tensor_parallel import LENGTH, STEPS, VOCAB, Block, Net, parallelize, shard
+from tests.ranks.models import fill, full_parameters, ids
 from tests.ranks.pool import RankPool, on_ranks
 
 PER_PARAM, RAGGED = fullshard.PerParameter(), fullshard.Ragged()
-STEPS, LENGTH, VOCAB = 4, 4, 13
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, hidden)
-        self.down = nn.Linear(hidden, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """``gain`` is no DTensor whatever the plan; one block is frozen; sizes divide by little."""
-
-    def __init__(self, dim: int = 6, hidden: int = 10, tied: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB + 1, dim)
-        self.gain = nn.Parameter(torch.ones(dim))
-        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(3))
-        self.blocks[1].requires_grad_(False)
-        self.head = nn.Linear(dim, VOCAB + 1, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x * 1.0) * self.scale()
-
-    def scale(self) -> Tensor:
-        return self.gain.mean()
-
-
-BLOCK_PLAN = {
-    "norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),  # or torch miscounts
-    "down": RowwiseParallel(output_layouts=Shard(1)),
-}
-
-
-def parallelize(model: Net, tp: DeviceMesh) -> None:
-    """Sequence parallelism between the linear layers: norms get partial gradients."""
-    is_tied = model.head.weight is model.embed.weight
-    parallelize_module(
-        model,
-        tp,
-        {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        },
-    )
-    if is_tied:
-        model.head.weight = model.embed.weight
-    for block in model.blocks:
-        parallelize_module(block, tp, BLOCK_PLAN)
-    model.blocks[1].requires_grad_(False)  # SequenceParallel forgets it
-
-
-def shard(model: Net, fully_shard: Callable[..., Any], **options: Any) -> None:
-    shard_units(model, model.blocks, by=fully_shard, **options)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -295,7 +231,6 @@ def eight() -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
 def test_replicas_and_shards_of_tensor_parallel_parameters(eight: RankPool, layout: Any) -> None:
     assert max(eight.run(8, compare, (2, 2, 2), {}, layout=layout, timeout_s=120)) <= 1e-12
@@ -325,7 +260,6 @@ def test_checkpoints_of_uneven_tensor_parallel_parameters(pool: RankPool, tmp_pa
     check_uneven(pool, tmp_path, (2, 2), 7)
 
 
-@pytest.mark.more
 def test_checkpoints_of_uneven_parameters_on_eight_ranks(eight: RankPool, tmp_path: Path) -> None:
     """PyTorch would save wrong offsets."""
     check_uneven(eight, tmp_path, (4, 2), 9)

@@ -129,7 +129,8 @@ def test_frozen_in_four_bits(reshard: bool) -> None:
     "name",
     [
         "AdamW8bit",
-        *(pytest.param(one, marks=pytest.mark.more) for one in ("AdamW4bit", "AdamWFp8")),
+        "AdamW4bit",
+        "AdamWFp8",
     ],
 )
 def test_optimizer_steps(world: int, name: str) -> None:

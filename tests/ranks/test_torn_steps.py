@@ -17,67 +17,17 @@ from fullshard import checkpoint, fully_shard
 from fullshard.comm.fault_domain import fault_domain
 from fullshard.engine import steps
 from fullshard.errors import FullshardError, TornStepError
-from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer
+from tests.kit.torn_steps import adamw, batch, compute, equals, fail, muon, owned, sharded, trained
+from tests.kit.watch import tower, wait_for_the_end_of
 from tests.ranks.autograd import engine_of
-from tests.ranks.models import Trouble, full_parameters, noise
+from tests.ranks.models import Trouble, full_parameters
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_watch import tower, wait_for_the_end_of
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-def adamw(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def sharded(model: Any) -> torch.optim.Optimizer:
-    return ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
-
-
-def owned(model: Any) -> torch.optim.Optimizer:
-    return OwnedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
-
-
-def muon(model: Any) -> torch.optim.Optimizer:
-    return Muon(model, lr=0.05, ns_dtype=torch.float64)
-
-
 EXCHANGE = (owned, muon)
 """Those in whose steps ranks wait for each other, so that others would hear of it in the same."""
-
-
-def batch(number: int) -> Tensor:
-    return noise(3, 6, seed=10 * number + dist.get_rank())
-
-
-def compute(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    model(batch(number)).square().sum().backward()
-
-
-def fail(optimizer: torch.optim.Optimizer, *, after: bool) -> None:
-    """Leave a step by an exception, before or ``after`` all weights of this rank have changed."""
-
-    def trouble(*_: Any) -> None:
-        raise Trouble("out of memory, say")
-
-    hook = optimizer.register_step_post_hook if after else optimizer.register_step_pre_hook
-    handle = hook(trouble)
-    try:
-        optimizer.step()
-    finally:
-        handle.remove()
-
-
-def trained(model: Any, optimizer: torch.optim.Optimizer, numbers: tuple[int, ...]) -> None:
-    for number in numbers:
-        compute(model, optimizer, number)
-        optimizer.step()
-
-
-def equals(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
 def half_stepped(

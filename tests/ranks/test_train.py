@@ -153,7 +153,6 @@ def test_each_start_of_a_traced_run_has_a_report_beside_its_plan(
         assert shards == plan["rest"]["parameters"]
 
 
-@pytest.mark.more
 def test_a_traced_run_that_fails_has_a_report_of_what_it_did(
     shell: Shell, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,7 +167,6 @@ def test_a_traced_run_that_fails_has_a_report_of_what_it_did(
     assert 1 <= steps < STEPS
 
 
-@pytest.mark.more
 def test_a_run_goes_on_in_another_layout_and_on_another_mesh(
     shell: Shell, whole: Outcome, stopped: Outcome
 ) -> None:
@@ -180,7 +178,6 @@ def test_a_run_goes_on_in_another_layout_and_on_another_mesh(
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.more
 def test_a_killed_worker_ends_the_job_and_the_run_resumes_exactly(
     shell: Shell, whole: Outcome
 ) -> None:
@@ -201,7 +198,6 @@ def test_a_killed_worker_ends_the_job_and_the_run_resumes_exactly(
     assert_same_run(shell, "whole", "killed")
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_and_the_run_resumes_exactly(
     shell: Shell, whole: Outcome, number: signal.Signals
@@ -224,7 +220,6 @@ def test_a_signal_saves_and_ends_and_the_run_resumes_exactly(
     assert_same_run(shell, "whole", name)
 
 
-@pytest.mark.more
 def test_torchrun_restarts_a_run_where_it_saved(shell: Shell, whole: Outcome) -> None:
     program = list(torchrun(2))
     program.insert(2, "--max-restarts=1")
@@ -258,9 +253,7 @@ def test_nothing_listens_to_the_network_and_workers_end_when_their_launcher_is_k
         assert not any(map(is_alive, workers))
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "batch"), [(1, "4"), pytest.param(4, "1", marks=pytest.mark.more)]
-)
+@pytest.mark.parametrize(("num_workers", "batch"), [(1, "4"), (4, "1")])
 def test_torchrun_is_the_same_job_and_other_workers_with_the_same_rows_in_all_read_the_same(
     shell: Shell, whole: Outcome, num_workers: int, batch: str
 ) -> None:
@@ -287,7 +280,6 @@ def test_a_refusal_under_torchrun_is_told_once(shell: Shell) -> None:
     assert not (shell.folder / "refused").exists()
 
 
-@pytest.mark.more
 def test_a_second_job_in_the_folder_is_refused_by_all_its_workers(shell: Shell) -> None:
     out = shell.folder / "held"
     out.mkdir()
@@ -319,7 +311,6 @@ def test_a_failed_worker_ends_the_job_with_its_error_on_top(shell: Shell, stoppe
     assert lines[-1].endswith("--resume  goes on from step-000005")
 
 
-@pytest.mark.more
 def test_a_damaged_checkpoint_is_passed_over(shell: Shell, whole: Outcome) -> None:
     run = RunDir(shell.folder / "damaged")
     shutil.copytree(shell.folder / "whole", run.path)

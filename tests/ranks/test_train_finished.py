@@ -21,10 +21,10 @@ from fullshard.train.loop import Trainer
 from fullshard.train.model import GPT
 from fullshard.train.run.folder import RunDir
 from fullshard.train.world import World
-from tests.pure.test_train_chats import write_chats
-from tests.pure.test_train_chats import write_tokenizer as write_chat_tokenizer
+from tests.kit.train_chats import write_chats
+from tests.kit.train_chats import write_tokenizer as write_chat_tokenizer
+from tests.kit.train_init import written
 from tests.ranks.pool import RankPool
-from tests.ranks.test_train_init import written
 from tests.ranks.train_shell import Shell
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from fullshard.errors import ConfigError
 from fullshard.optim import clip_grad_norm_
@@ -25,53 +25,11 @@ from fullshard.train.loop import Trainer
 from fullshard.train.optimizer import build_optimizer, learning_rate
 from fullshard.train.run.folder import RunDir
 from fullshard.train.world import World
+from tests.kit.train_init import CONFIGS, VOCAB, write_tokenizer, written
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import Shell
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
-
-VOCAB = 280
-SMALL = {"num_hidden_layers": 2, "max_position_embeddings": 40, "vocab_size": 300}
-HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 2, **SMALL, **HEADS},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 8, **SMALL, **HEADS},
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, **SMALL, **HEADS},
-    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40}
-    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-}
-
-
-def write_tokenizer(folder: Path, *, end: str = "</s>") -> None:
-    """One that begins texts with a mark, unless told otherwise, as those of Llama do."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet,
-        show_progress=False,
-    )  # fmt: skip
-    tokenizer.train_from_iterator(["the a of to in and is that for it"] * 9, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    facts = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": {"__type": "AddedToken", "content": end, "special": True},
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
-
-
-def written(folder: Path, kind: str, **changes: Any) -> Path:
-    """A folder with weights, tied and in bf16, as people publish them."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, tie_word_embeddings=True, **CONFIGS[kind] | changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    path = folder / kind
-    model.save_pretrained(path, max_shard_size=20_000)
-    write_tokenizer(path)
-    return path
 
 
 def config_of(shell: Shell, folder: Path, out: Path, **options: Any) -> TrainConfig:
@@ -211,7 +169,6 @@ def test_what_cannot_work_is_refused_before_any_worker_starts(shell: Shell, tmp_
     refused("there is no .*safetensors in it")
 
 
-@pytest.mark.more
 def test_the_command_fine_tunes_and_goes_on(shell: Shell, tmp_path: Path) -> None:
     written(shell.folder, "llama")
     options = "--data text --steps 6 --batch 2 --seq 32 --lr 0.003 --save-every 3".split()

@@ -53,7 +53,7 @@ every_model = pytest.mark.parametrize("name", CONFIGS)
 # One start takes as long as many other tests.
 one_model = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name == "mixtral" else pytest.mark.more) for name in CONFIGS],
+    CONFIGS,
 )
 
 
@@ -63,7 +63,6 @@ def write_config(folder: Path, name: str, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.more
 @one_model
 def test_the_command_trains_it(shell: Shell, name: str) -> None:
     write_config(shell.folder, name)

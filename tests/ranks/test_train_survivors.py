@@ -78,7 +78,6 @@ def test_replicas_that_are_left_lose_no_step(shell: Shell) -> None:
     assert len({*range(1, 41)} - {*steps}) <= 1  # whose figures were lost with the worker
 
 
-@pytest.mark.more
 def test_it_is_the_run_that_changes_its_workers_at_the_same_checkpoint(
     shell: Shell, bereft: Outcome
 ) -> None:
@@ -91,7 +90,6 @@ def test_it_is_the_run_that_changes_its_workers_at_the_same_checkpoint(
             assert right.get(key) == left.get(key), (key, right)
 
 
-@pytest.mark.more
 def test_too_few_workers_end_the_job(shell: Shell) -> None:
     options = ("--out", "few", "--nproc", "2", "--min-workers", "2", *OPTIONS)
     with shell.started(*options) as job:
@@ -103,7 +101,6 @@ def test_too_few_workers_end_the_job(shell: Shell) -> None:
     assert "--resume  goes on from" in outcome.err
 
 
-@pytest.mark.more
 def test_torchrun_has_its_own_way(shell: Shell) -> None:
     outcome = shell.train("--min-workers", "1", "--out", "elastic", *OPTIONS, program=torchrun(2))
     assert outcome.exitcode != 0

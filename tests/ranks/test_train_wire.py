@@ -14,7 +14,6 @@ from tests.ranks.train_shell import Shell
 OPTIONS = "--data text --steps 4 --batch 2 --seq 32 --save-every 2 --eval-every 2"
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(("kind", "least", "most"), [("bf16", 0.0005, 0.004), ("int4", 0.05, 0.2)])
 def test_errors_are_in_the_metrics_of_steps_with_an_evaluation(
     shell: Shell, kind: str, least: float, most: float

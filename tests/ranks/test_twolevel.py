@@ -6,8 +6,7 @@ import copy
 import gc
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -19,29 +18,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, Ragged
 from fullshard._torch import collectives as _collectives
-from fullshard.comm import C10d, rendezvous, twolevel
+from fullshard.comm import C10d, twolevel
 from fullshard.comm.c10d import Transport, TransportRequest, way_of
 from fullshard.comm.protocol import Label
 from fullshard.comm.twolevel import TwoLevels
 from fullshard.errors import LostRankError, ProtocolError
-from tests.ranks import test_shared
+from tests.kit import shared
+from tests.kit.communication import NUMELS, on, part
+from tests.kit.shared import any_order_of_all_kinds, gather
 from tests.ranks.models import noise, refusal
 from tests.ranks.net import batch, make, shard
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_comm import NUMELS, part
-from tests.ranks.test_shared import any_order_of_all_kinds, gather
 
 CLUSTERS = ("ab", "aabb", "aaab", "abac")
 every_cluster = pytest.mark.parametrize("hosts", CLUSTERS)
 """The hosts of the ranks, a letter each."""
-
-
-@contextmanager
-def on(hosts: str) -> Iterator[None]:
-    """Groups that meet in the block are on these hosts."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(rendezvous.HOST, hosts[dist.get_rank()])
-        yield
 
 
 def wire_on(hosts: str, timeout_s: float = 30) -> C10d:
@@ -143,7 +134,7 @@ def test_complex_numbers_travel() -> None:
 def random_programs(hosts: str, seed: int) -> float:
     with on(hosts), pytest.MonkeyPatch.context() as patched:
         group = dist.new_group()
-        patched.setattr(test_shared, "world_group", lambda: group)
+        patched.setattr(shared, "world_group", lambda: group)
         worst = any_order_of_all_kinds(seed)
         # Sums that nobody waits for go on when the rank does anything else.
         assert gather(C10d(group, "cpu"))()

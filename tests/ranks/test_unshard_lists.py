@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard import unshard_params
+from tests.kit.unshard_params import refuses, usable
 from tests.ranks.net import make, shard
 from tests.ranks.pool import on_ranks
-from tests.ranks.test_unshard_rules import refuses, usable
 
 
 @on_ranks(2)

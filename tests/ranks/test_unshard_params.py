@@ -10,62 +10,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 import fullshard
-from fullshard.device import BufferKind
-from fullshard.frontend.ownership import units_below
-from tests.ranks.models import fill, ids, shard_units
+from tests.kit.tensor_parallel import Net
+from tests.kit.unshard_params import (
+    LAYOUTS,
+    WORLDS,
+    full,
+    loss_of,
+    plain_net,
+    sharded_net,
+    state_of,
+)
 from tests.ranks.pool import RankPool
-from tests.ranks.test_tensor_parallel import VOCAB, Net, parallelize
 
-LAYOUTS = {
-    "per_param": fullshard.PerParameter(),
-    "row": fullshard.Ragged("row"),
-    "tensor": fullshard.Ragged("tensor"),
-    "element": fullshard.Ragged(),
-}
-WORLDS = {"1d": 3, "hsdp": 4, "copies": 2, "2d": 4}
 CASES = [*itertools.product(("1d", "hsdp", "2d"), LAYOUTS), ("copies", "per_param")]
 FLAGS = ("writeback", "rank0_only", "offload_to_cpu", "with_grads", "recurse")
-
-
-def plain_net() -> Net:
-    return fill(Net(tied=True).double())
-
-
-def sharded_net(mesh: str, layout: str, *, model: Net | None = None, **options: Any) -> Any:
-    model = model or plain_net()
-    options |= {"layout": LAYOUTS[layout]}
-    if mesh == "2d":
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        is_frozen = not model.blocks[1].up.weight.requires_grad
-        parallelize(model, grid["tp"])
-        model.blocks[1].requires_grad_(not is_frozen)
-        options |= {"mesh": grid["dp"]}
-    elif mesh == "hsdp":
-        options |= {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "dp"))}
-    elif mesh == "copies":
-        options |= {
-            "mesh": init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)),
-            "dp_mesh_dims": fullshard.DataParallelMeshDims(replicate="dp"),
-        }
-    return shard_units(model, model.blocks, **options)
-
-
-def loss_of(model: nn.Module) -> Tensor:
-    tokens = ids(4, 4, vocab=VOCAB)
-    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
-
-
-def full(value: Any) -> Any:
-    """A tensor of its own, or None."""
-    if value is None:
-        return None
-    value = value.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -92,17 +53,6 @@ def locals_of(model: nn.Module) -> list[Tensor]:
     """Copies of what this rank holds of parameters and gradients."""
     tensors: list[Any] = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
     return [tensor.to_local().detach().clone() for tensor in tensors]
-
-
-def state_of(model: Any) -> list[Any]:
-    """All that must be as before: what modules show, residencies, counts."""
-    shown = [id(p) for m in model.modules() for p in m._parameters.values() if p is not None]
-    units = units_below([model])
-    states = [unit.engine.scheduler.residents.units[unit.key] for unit in units]  # type: ignore[union-attr]
-    held = units[0].engine.meter.held_nbytes[BufferKind.FULL]  # type: ignore[union-attr]
-    flags = [param.requires_grad for param in model.parameters()]
-    loans = [unit.is_lent for unit in units]
-    return [shown, [(state.residency, state.holds) for state in states], held, flags, loans]
 
 
 def edit(name: str, value: Any, grad: Any) -> Any:

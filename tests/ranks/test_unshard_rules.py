@@ -19,33 +19,17 @@ from fullshard import checkpoint, errors, iter_full_params, unshard_params
 from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.schedule import Residency
+from tests.kit.extensions import Halves, wrapped
+from tests.kit.unshard_params import full, refuses, sharded_net, state_of, usable
 from tests.ranks import zoo
 from tests.ranks.models import OddModel, Trouble, fill, full_parameters, shard_units
-from tests.ranks.net import Net, apart, batch, make, shard, step
+from tests.ranks.net import Net, batch, make, shard, step
 from tests.ranks.pool import RankPool, on_ranks
-from tests.ranks.test_extensions import Halves, wrapped
-from tests.ranks.test_unshard_params import full, sharded_net, state_of
 
 LAYOUTS = [fullshard.PerParameter(), fullshard.Ragged("row"), fullshard.Ragged()]
 
 
-def usable(model: Any, plain: nn.Module) -> None:
-    """A step on both, and they are equal."""
-    for one in (model, plain):
-        step(one, torch.optim.SGD(one.parameters(), lr=0.1))
-    assert apart(model, plain) < 1e-12
-    assert not any(unit.is_lent for unit in units_below([model]))
-
-
 # Refusals.
-
-
-def refuses(model: Any, call: Callable[[], Any], match: str) -> None:
-    before = state_of(model)
-    with pytest.raises(errors.FullshardError, match=match) as raised:
-        call()
-    assert [type(part) for part in raised.value.args] == [str]  # FSDP1 raises a tuple of halves
-    assert state_of(model) == before
 
 
 def inside_the_block() -> None:

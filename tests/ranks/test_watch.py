@@ -27,15 +27,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fullshard import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
-    PerParameter,
-    Ragged,
     checkpoint,
     fully_shard,
 )
 from fullshard._torch import world as _world
 from fullshard.comm import C10d, Pending, Wrapper
 from fullshard.comm.blocking import all_to_all
-from fullshard.comm.fault_domain import Era, fault_domain
+from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.heartbeat import last_beat
 from fullshard.comm.ledger import ledger_of
 from fullshard.comm.liveness import exit_reason_key
@@ -46,49 +44,12 @@ from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import Event
 from fullshard.schedule.triggers import TaskEnd
 from fullshard.watch import Step, begin, watcher
+from tests.kit.watch import LAYOUTS, Tower, step, tower, wait_for_the_end_of
 from tests.ranks.autograd import engine_of
-from tests.ranks.models import Fuse, Trouble, fill, full_parameters, heard, noise, shard_units
+from tests.ranks.models import Trouble, fill, full_parameters, heard, noise, shard_units
 from tests.ranks.pool import RankPool, on_ranks
 
 WIRES = ["1", "0"]
-LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
-
-
-class Tower(nn.Module):
-    """Blocks, one of which may be left out, and may fail, on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4))
-        self.head = nn.Linear(6, 3, dtype=torch.float64)
-        self.fault = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            if number == 2 and self.fault == "skip":
-                continue
-            x = torch.tanh(block(x))
-            if number == 1 and self.fault == "forward":
-                raise Trouble("in forward")
-            if number == 1 and self.fault == "backward":
-                x = Fuse.apply(x, Trouble)
-        return self.head(x)
-
-
-def tower(face: str, layout: str) -> Tower | FullyShardedDataParallel:
-    model = fill(Tower(), scale=0.4)
-    if face == "flat":
-        for number, block in enumerate(model.blocks):
-            model.blocks[number] = FullyShardedDataParallel(block, use_orig_params=True)
-        return FullyShardedDataParallel(model, use_orig_params=True)
-    return shard_units(model, model.blocks, layout=LAYOUTS[layout])
-
-
-def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    x = noise(3, 6, seed=10 * number + dist.get_rank())
-    model(x).square().sum().backward()
-    optimizer.step()
 
 
 def left_out(face: str, layout: str, world: int) -> dict[str, Tensor]:
@@ -271,13 +232,6 @@ def late_for_a_fault(late: list[int], leaves: list[int]) -> list[str]:
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
         return said
-
-
-def wait_for_the_end_of(era: Era) -> None:
-    until_s = time.monotonic() + 20.0
-    while era.error is None:
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from fullshard import watch
 from fullshard.comm import dry_world
 from fullshard.errors import PeerError
+from tests.kit.watch import step, tower
 from tests.ranks.models import Trouble, message_of
 from tests.ranks.pool import RankPool
-from tests.ranks.test_watch import step, tower
 
 
 def planned() -> str:

@@ -27,12 +27,11 @@ from fullshard import (
 from fullshard.comm import C10d, Codec, round_trip, wrapped
 from fullshard.comm.c10d import Transport
 from fullshard.errors import ConfigError, ProtocolError
+from tests.kit.communication import Gather, on
+from tests.kit.offload import a_bus
+from tests.kit.parity import use_checkpoints
 from tests.ranks.models import GPT, OddModel, fill, full_parameters, ids, noise, shard_units
 from tests.ranks.pool import RankPool, every_world, on_ranks
-from tests.ranks.test_communication import Gather
-from tests.ranks.test_offload import a_bus
-from tests.ranks.test_parity import use_checkpoints
-from tests.ranks.test_twolevel import on
 from tests.recording import Recording, recordings
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -24,10 +24,10 @@ from fullshard import (
 )
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
+from tests.kit.extensions import Halves, wrapped
 from tests.lanes.programs.base import LAYOUTS, backward, both_layouts, program, script, step, steps
 from tests.ranks.models import Experts
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard
-from tests.ranks.test_extensions import Halves, wrapped
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

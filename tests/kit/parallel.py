@@ -1,0 +1,51 @@
+"""Parameters of tensor parallelism, and their parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.tensors import (
+    ParallelSpec,
+    ShardPlace,
+    parallel_spec_of,
+)
+
+SIZES = range(1, 10)
+
+
+def mesh_of(names: str = "dp tp", *sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes or (2, 2), mesh_dim_names=tuple(names.split()))
+
+
+def spec_of(param: Tensor, **options: Any) -> ParallelSpec:
+    spec = parallel_spec_of(param, **options)
+    assert spec is not None
+    return spec
+
+
+def rows(size: int, width: int = 3) -> Tensor:
+    return torch.arange(size * width, dtype=torch.float64).view(size, width)
+
+
+def chunk(tensor: Tensor, mesh: DeviceMesh, dim: int, mesh_dim: int = -1) -> Tensor:
+    """This rank's piece, as ``torch.chunk`` cuts, possibly empty."""
+    parts = tensor.chunk(mesh.shape[mesh_dim], dim)
+    rank = mesh.get_local_rank(mesh_dim % mesh.ndim)
+    return parts[rank] if rank < len(parts) else tensor.narrow(dim, 0, 0)
+
+
+def shown(local: Tensor, place: ShardPlace, like: Tensor) -> DTensor:
+    """A shard as a DTensor."""
+    return DTensor.from_local(
+        local.contiguous(),
+        place.mesh,
+        place.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )

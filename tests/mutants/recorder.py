@@ -1,0 +1,53 @@
+"""A plugin of pytest that writes down, for each test, the blocks that it entered and its time.
+
+Each worker of pytest has a file that all its processes map into memory, those of killed ranks and
+of commands too. The plugin empties it before a test and reads it after the test. So what a shared
+fixture enters counts for the test that asks for it first.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(os.environ["FULLSHARD_RECORDS"])
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+_failed: set[str] = set()
+
+
+def _mapped() -> mmap.mmap:
+    path = FOLDER / f"{_WORKER}.entered"
+    path.write_bytes(bytes(int(os.environ["FULLSHARD_BLOCKS"])))
+    os.environ["FULLSHARD_ENTERED"] = str(path)
+    return mmap.mmap(os.open(path, os.O_RDWR), 0)
+
+
+_entered = _mapped()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    _entered[:] = bytes(len(_entered))
+    start = time.perf_counter()
+    result = yield
+    record = {
+        "test": item.nodeid,
+        "seconds": time.perf_counter() - start,
+        "failed": item.nodeid in _failed,
+        "blocks": np.flatnonzero(np.frombuffer(_entered, np.uint8)).tolist(),
+    }
+    with (FOLDER / f"{_WORKER}.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _failed.add(report.nodeid)
