@@ -32,6 +32,13 @@ def _mapped() -> mmap.mmap:
 _entered = _mapped()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    lines = [line for path in FOLDER.glob("*.jsonl") for line in path.read_text().splitlines()]
+    known = {json.loads(line)["test"] for line in lines}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
+    items[:] = [item for item in items if item.nodeid not in known]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _entered[:] = bytes(len(_entered))
@@ -41,7 +48,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         "test": item.nodeid,
         "seconds": time.perf_counter() - start,
         "failed": item.nodeid in _failed,
-        "blocks": np.flatnonzero(np.frombuffer(_entered, np.uint8)).tolist(),
+        "blocks": np.flatnonzero(np.frombuffer(_entered[:], np.uint8)).tolist(),
     }
     with (FOLDER / f"{_WORKER}.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")

@@ -17,6 +17,7 @@ from tests.mutants.rewriting import Copy, rewrite
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
 _SOURCE = FOLDER / "source"
+_RECORDS = FOLDER / "records"
 _NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "runs", ".*_cache")
 
 
@@ -65,19 +66,18 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def record(options: argparse.Namespace) -> None:
-    """Run all tests, and keep what each did in ``build/mutants/records``."""
-    shutil.rmtree(_SOURCE, ignore_errors=True)
-    shutil.copytree(ROOT / "src" / "fullshard", _SOURCE)
+    """Run all tests that have no record in ``build/mutants/records`` yet."""
+    if not _RECORDS.exists():
+        shutil.rmtree(_SOURCE, ignore_errors=True)
+        shutil.copytree(ROOT / "src" / "fullshard", _SOURCE)
+        _RECORDS.mkdir()
     folder = copied("marked")
     found = rewritten(folder, marked=True)
-    records = FOLDER / "records"
-    shutil.rmtree(records, ignore_errors=True)
-    records.mkdir(parents=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.recorder"]
     command += ["--numprocesses", str(options.workers), "--dist=worksteal"]
     command += ["--chosen"] * options.chosen
     blocks = str(found.num_blocks)
-    env = environment(folder, FULLSHARD_RECORDS=str(records), FULLSHARD_BLOCKS=blocks)
+    env = environment(folder, FULLSHARD_RECORDS=str(_RECORDS), FULLSHARD_BLOCKS=blocks)
     subprocess.run(command, cwd=folder, env=env, check=False)
 
 
@@ -87,7 +87,7 @@ def recorded() -> list[Record]:
 
 
 def _read() -> Iterator[Record]:
-    for path in (FOLDER / "records").glob("*.jsonl"):
+    for path in _RECORDS.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             facts = json.loads(line)
             yield Record(**facts | {"blocks": frozenset(facts["blocks"])})

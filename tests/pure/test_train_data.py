@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -236,6 +237,28 @@ def test_what_was_tokenized_before_a_kill_is_kept(
     for part, its in zip((text.train, text.held_out), split(collect(root).documents), strict=True):
         expected = [id for one in its for id in (text.end, *text.tokenizer.encode(one.text).ids)]
         assert part.tokens.tolist() == expected
+
+
+def test_tokens_of_all_groups_are_never_in_memory_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(group: list[Document]) -> tokenizing.Arrays:
+        tokens = np.full(1 << 18, len(group[0].text), np.uint16)
+        return {"tokens": tokens, **tokenizing._beside(0, documents.BadRecords())}
+
+    monkeypatch.setattr(tokenizing, "_AT_ONCE", 1)
+    monkeypatch.setattr(tokenizing, "_of_texts", lambda *_: make)
+    texts = [Document(f"{number:02d}", "ab" * 300 * (number + 1)) for number in range(40)]
+    tokenizing.train_tokenizer(["ab"], 300)
+    tracemalloc.start()
+    tokenizing.fill_cache(tmp_path / "cache", texts, 300, None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    tokens = np.load(tmp_path / "cache" / "train.npy")
+    held_out = np.load(tmp_path / "cache" / "held_out.npy")
+    assert len(tokens) + len(held_out) == 40 << 18
+    assert [*np.unique(np.diff(np.flatnonzero(np.diff(tokens))))] == [1 << 18]
+    assert peak < 4 * (2 << 18)  # four groups of forty
 
 
 def test_tokenizing_tells_how_far_it_is(

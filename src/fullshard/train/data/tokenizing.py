@@ -69,11 +69,11 @@ def fill_cache(
                     make = _of_chats(ChatTokenizer(given), _dtype_of(tokenizer))
                 else:
                     make = _of_texts(tokenizer, end)
-                found = [*_groups(groups / name, part, make, work)]
-                facts[f"{name}_nbytes"] = sum(int(one.pop("nbytes")) for one in found)
-                for one in found:
-                    bad = bad.joined(BadRecords(**json.loads(str(one.pop("bad")))))
-                _write(unfinished, name, found)
+                files = [*_groups(groups / name, part, make, work)]
+                facts[f"{name}_nbytes"] = sum(int(one) for one in _read(files, "nbytes"))
+                for one in _read(files, "bad"):
+                    bad = bad.joined(BadRecords(**json.loads(str(one))))
+                _write(unfinished, name, files)
         facts["bad"] = asdict(bad)
         facts["key"] = _digest([end, tokenizer.to_str()], unfinished)
         tokenizer.save(str(unfinished / "tokenizer.json"))
@@ -106,17 +106,23 @@ def _groups(
     documents: Sequence[Document],
     make: Callable[[Sequence[Document]], Arrays],
     work: Operation,
-) -> Iterator[Arrays]:
-    """Yield the arrays of groups of documents, new or written by an earlier process."""
+) -> Iterator[Path]:
+    """Yield the files of groups of documents, new or written by an earlier process."""
     for number, first in enumerate(range(0, len(documents), _AT_ONCE)):
         group = documents[first : first + _AT_ONCE]
         path = start.with_name(f"{start.name}-{number:06d}.npz")
         if not path.exists():
             arrays = make(group)
             _appear(path, lambda to, arrays=arrays: np.savez(to, **arrays))  # type: ignore[misc]
-        with np.load(path) as found:
-            yield dict(found)
+        yield path
         work.add(_size(group))
+
+
+def _read(files: Sequence[Path], key: str) -> Iterator[npt.NDArray[Any]]:
+    """Yield one array of each group; only one is in memory at a time."""
+    for path in files:
+        with np.load(path) as found:
+            yield found[key]
 
 
 def _size(documents: Sequence[Document]) -> int:
@@ -168,14 +174,26 @@ def _beside(nbytes: int, bad: BadRecords) -> Arrays:
     return {"nbytes": np.array(nbytes), "bad": np.array(json.dumps(asdict(bad)))}
 
 
-def _write(folder: Path, name: str, groups: Sequence[Arrays]) -> None:
+def _write(folder: Path, name: str, files: Sequence[Path]) -> None:
     """Write the arrays of all groups: tokens, and for chats also learned marks and starts."""
-    joined = {key: np.concatenate([one[key] for one in groups]) for key in groups[0]}
-    np.save(folder / f"{name}.npy", joined["tokens"])
-    if "learned" in joined:
-        np.save(folder / f"{name}_learned.npy", joined["learned"])
-        starts = np.cumsum([0, *joined["lengths"]], dtype=np.int64)
-        np.save(folder / f"{name}_starts.npy", starts)
+    with np.load(files[0]) as first:
+        is_chat = "learned" in first
+    _join(folder / f"{name}.npy", files, "tokens")
+    if is_chat:
+        _join(folder / f"{name}_learned.npy", files, "learned")
+        lengths = np.concatenate([*_read(files, "lengths")])
+        np.save(folder / f"{name}_starts.npy", np.cumsum([0, *lengths], dtype=np.int64))
+
+
+def _join(path: Path, files: Sequence[Path], key: str) -> None:
+    """Write one array of all groups, end to end, without holding it in memory."""
+    kind = np.lib.format.dtype_to_descr(next(_read(files, key)).dtype)
+    size = sum(len(one) for one in _read(files, key))
+    header = {"descr": kind, "fortran_order": False, "shape": (size,)}
+    with path.open("wb") as file:  # not a memory map, in which a full disk kills the process
+        np.lib.format.write_array_header_1_0(file, header)
+        for one in _read(files, key):
+            file.write(one.tobytes())
 
 
 def _digest(facts: Any, folder: Path) -> str:
