@@ -1,8 +1,8 @@
 # make train ARGS="--steps 50"   train the reference model; sets up .venv first if need be
-# make test                      the tests that notice most, see tests/selection.py
+# make test                      the chosen tests, see tests/selection.py
 # make test  ARGS=tests/pure     all tests of a folder, or of a file
+# make test  TORCH=2.15.0        the chosen tests on another PyTorch, in an environment of its own
 # make test-all                  all tests
-# make test  TORCH=2.15.0        the same on another PyTorch, in an environment of its own
 # make check                     formatting, lint, types, directions of imports
 # make docs                      this documentation as a site, in build/docs
 # make docs-open                 the same, served at http://127.0.0.1:8000
@@ -12,7 +12,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-# Tests go to two workers, each with a pool of ranks of its own; what is named stays in one.
+# Tests go to two workers, each with a pool of ranks of its own. With ARGS they run in one process.
 WORKERS ?= $(if $(ARGS),0,2)
 
 PORT ?= 8000

@@ -86,9 +86,8 @@ def _show_times(reporter: pytest.TerminalReporter) -> None:
     for report in (each for some in reporter.stats.values() for each in some):
         if isinstance(report, pytest.TestReport):
             seconds[report.nodeid.split("/")[1]] += report.duration
-    for folder, spent in sorted(seconds.items()):
-        budget = BUDGETS.get(folder, 0)
-        reporter.write_line(f"tests/{folder}: {spent:,.0f} s of work, budget {budget:,} s")
+    for folder, budget in BUDGETS.items():
+        reporter.write_line(f"tests/{folder}: {seconds[folder]:,.0f} s of work, budget {budget} s")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

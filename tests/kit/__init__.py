@@ -1,1 +1,1 @@
-"""What tests of several files share: models, jobs, comparisons and programs."""
+"""Models, jobs, comparisons and programs for tests of several files."""

@@ -1,4 +1,4 @@
-"""Models and optimizers before a save, and comparisons of what was loaded."""
+"""Models and optimizers before a save, and comparisons after a load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of users, parts of different sizes, and hosts that are made up."""
+"""Collectives of users, parts of different sizes, and simulated hosts."""
 
 from __future__ import annotations
 

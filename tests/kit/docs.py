@@ -1,4 +1,4 @@
-"""The anchors of a page."""
+"""The anchors of a page of the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs as a shell starts them."""
+"""Programs of the docs and examples, started as a shell starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models under the flat face, and their steps."""
+"""Models under ``FullyShardedDataParallel``, and their steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flat face and that of PyTorch, on the same model."""
+"""``FullyShardedDataParallel`` and PyTorch's own, on the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bus between host and device that is made up."""
+"""A simulated bus between host and device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of optimizers that go on."""
+"""Jobs of optimizers that resume."""
 
 from __future__ import annotations
 

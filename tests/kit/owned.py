@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices, or whose state never rests."""
+"""Optimizers that need whole matrices, or whose state changes its form at each step."""
 
 from __future__ import annotations
 

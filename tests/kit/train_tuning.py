@@ -1,4 +1,4 @@
-"""Runs of the trainer on chats, and what transformers makes of the same."""
+"""Runs of the trainer on chats, and the losses of transformers on the same chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose full parameters are asked for, and what is refused meanwhile."""
+"""Models whose full parameters are gathered, and comparisons with plain models."""
 
 from __future__ import annotations
 

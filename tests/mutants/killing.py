@@ -1,4 +1,4 @@
-"""Which mutants the chosen tests kill; tests that kill more are added."""
+"""Runs the chosen tests on mutants, and adds tests that kill more."""
 
 from __future__ import annotations
 
@@ -8,30 +8,34 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.mutants.choosing import keep, kept
-from tests.mutants.recording import FOLDER, Record, copied, environment, recorded, rewritten
+from tests.mutants.choosing import load_chosen, save_chosen
+from tests.mutants.recording import FOLDER, Record, environment, make_copy, recorded, rewrite_copy
 from tests.mutants.rewriting import Mutant, sample
 
-_KILLS = FOLDER / "kills.jsonl"
+_TRIES = FOLDER / "tries.jsonl"
 _CHOSEN_S, _OTHERS_S = 120.0, 240.0
-"""Of the tests that enter a mutant's block, the cheapest of together so many seconds run."""
+"""Time limits: the cheapest tests that enter the mutant's block run, up to this total."""
 
-_PATIENCE = 4.0  # a mutant that takes so many times the recorded time is killed: it hangs
+_PATIENCE = 4.0  # tests that take so many times their recorded time, and a minute, hang
+_NONE = -1  # the number of no mutant
 
 
 @dataclass(frozen=True)
 class _Try:
-    """What came of a mutant.
+    """The outcome of one mutant.
 
     Attributes:
-        verdict: "killed by chosen tests", "killed by other tests", "survived" or "not entered".
-        test: the test that killed it; "" if none did, or if the tests hung.
+        verdict: "killed by chosen tests", "killed by other tests", "hung", "survived", "not
+            entered" by any test, or "not run" because pytest did not.
+        test: the first test that failed.
     """
 
     number: int
@@ -42,28 +46,37 @@ class _Try:
 
 
 def kill(options: argparse.Namespace) -> None:
-    """Try mutants drawn at random, and add to the chosen tests those that kill what they do not."""
-    folder = copied("mutants")
-    drawn = sample(rewritten(folder).mutants, options.count)
-    rewritten(folder, {one.number for one in drawn})
+    """Try mutants drawn at random. Choose other tests too if they kill what the chosen ones miss.
+
+    In the end, the tests that killed mutants run without any mutant. What a test killed that fails
+    there does not count.
+    """
+    folder = make_copy("mutants")
+    possible = rewrite_copy(folder).mutants
+    drawn = sample(possible, options.count, options.seed)
+    if rewrite_copy(folder, {one.number for one in drawn}).mutants != possible:
+        raise SystemExit("mutants are numbered otherwise if some are in the copy: a defect of ours")
     records = [each for each in recorded() if not each.failed]
-    chosen = kept()
+    chosen = load_chosen()
     tried = {each.number: each for each in _tried()}
     todo = [one for one in drawn if one.number not in tried]
     with ThreadPoolExecutor(options.workers) as threads:
         for each in threads.map(partial(_try, folder, records, chosen), todo):
             tried[each.number] = each
-            with _KILLS.open("a") as file:
+            chosen |= {each.test} if each.verdict == "killed by other tests" else set()
+            with _TRIES.open("a") as file:
                 file.write(json.dumps(vars(each)) + "\n")
             print(each.place, each.change, each.verdict, each.test, flush=True)
-    keep(chosen | {each.test for each in tried.values() if each.test})
-    verdicts = [tried[one.number].verdict for one in drawn]
-    for verdict in sorted(set(verdicts)):
-        print(f"{verdicts.count(verdict)} of {len(drawn)} mutants: {verdict}")
+    failing = _failing(folder, {each.test for each in tried.values() if each.test})
+    save_chosen(chosen - (failing - load_chosen()))
+    of_drawn = [tried[one.number] for one in drawn]
+    verdicts = Counter("void" if each.test in failing else each.verdict for each in of_drawn)
+    for verdict, number in sorted(verdicts.items()):
+        print(f"{number} of {len(drawn)} mutants: {verdict}")
 
 
 def _tried() -> list[_Try]:
-    lines = _KILLS.read_text().splitlines() if _KILLS.exists() else []
+    lines = _TRIES.read_text().splitlines() if _TRIES.exists() else []
     return [_Try(**json.loads(line)) for line in lines]
 
 
@@ -72,16 +85,19 @@ def _try(folder: Path, records: Sequence[Record], chosen: Collection[str], one: 
     entering = [each for each in records if one.block in each.blocks]
     if not entering:
         return result("not entered")
-    among = [each for each in entering if each.test in chosen]
-    others = [each for each in entering if each.test not in chosen]
-    for tests, limit, verdict in (
-        (among, _CHOSEN_S, "killed by chosen tests"),
-        (others, _OTHERS_S, "killed by other tests"),
-    ):
-        affordable = _cheapest(tests, limit)
-        killed, test = _run(folder, affordable, one) if affordable else (False, "")
-        if killed:
-            return result(verdict, test)
+    among = _cheapest([each for each in entering if each.test in chosen], _CHOSEN_S)
+    others = _cheapest([each for each in entering if each.test not in chosen], _OTHERS_S)
+    for tests, verdict in ((among, "killed by chosen tests"), (others, "killed by other tests")):
+        if not tests:
+            continue
+        limit = 60 + _PATIENCE * sum(each.seconds for each in tests)
+        status, failed = _run(folder, [each.test for each in tests], one.number, limit)
+        if status is None:
+            return result("hung")
+        if status > 2:
+            return result("not run")
+        if status > 0:
+            return result(verdict, next(iter(failed), ""))
     return result("survived")
 
 
@@ -95,31 +111,39 @@ def _cheapest(tests: Sequence[Record], seconds: float) -> list[Record]:
     return found
 
 
-def _run(folder: Path, tests: Sequence[Record], one: Mutant) -> tuple[bool, str]:
-    """Return whether ``tests`` kill the mutant, and the one that does."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no"]
-    command += [f"@{_list_of(tests, one)}"]
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment(folder, FULLSHARD_MUTANT=str(one.number)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, _ = process.communicate(timeout=60 + _PATIENCE * sum(each.seconds for each in tests))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return True, ""
-    failed = [line for line in out.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    test = failed[0].partition(" ")[2].partition(" - ")[0] if failed else ""
-    return process.returncode != 0, test
+def _failing(folder: Path, tests: Collection[str]) -> set[str]:
+    """Return those of ``tests`` that fail on the copy without a mutant."""
+    if not tests:
+        return set()
+    _, failed = _run(folder, sorted(tests), _NONE, 3600, all_of_them=True)
+    return failed & set(tests)
 
 
-def _list_of(tests: Sequence[Record], one: Mutant) -> Path:
-    path = FOLDER / f"tests-of-{one.number}.txt"
-    path.write_text("\n".join(each.test for each in tests) + "\n")
-    return path
+def _run(
+    folder: Path, tests: Sequence[str], mutant: int, limit: float, *, all_of_them: bool = False
+) -> tuple[int | None, set[str]]:
+    """Return the exit status of pytest, None if it hung, and the tests that failed.
+
+    Without ``all_of_them`` the first failure ends the run.
+    """
+    ids, out = (FOLDER / f"{kind}-of-{mutant}.txt" for kind in ("tests", "output"))
+    ids.write_text("".join(f"{test}\n" for test in tests))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", f"@{ids}"]
+    with out.open("w") as file:
+        process = subprocess.Popen(
+            command + ["-x"] * (not all_of_them),
+            cwd=folder,
+            env=environment(folder, FULLSHARD_MUTANT=str(mutant)),
+            stdout=file,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        with suppress(ProcessLookupError):  # processes that tests have left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    lines = [line for line in out.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return status, {line.partition(" ")[2].partition(" - ")[0] for line in lines}

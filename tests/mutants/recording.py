@@ -1,8 +1,9 @@
-"""Runs all tests on a copy that notes the blocks it enters."""
+"""Runs all tests on a copy of the source that notes the blocks it enters."""
 
 from __future__ import annotations
 
 import argparse
+import filecmp
 import json
 import os
 import shutil
@@ -12,10 +13,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.rewriting import Copy, rewrite
+from tests.mutants.rewriting import Inventory, rewrite
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
+_PACKAGE = ROOT / "src" / "fullshard"
 _SOURCE = FOLDER / "source"
 _RECORDS = FOLDER / "records"
 _NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "runs", ".*_cache")
@@ -23,22 +25,24 @@ _NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "runs", 
 
 @dataclass(frozen=True)
 class Record:
-    """What a test did when all tests ran.
+    """The time of one test, and the code that it entered.
 
     Attributes:
         test: its id.
-        seconds: its time, with fixtures that it was the first to ask for.
-        failed: whether it failed. Some tests do on any copy, such as those of the source itself.
+        seconds: its time, with shared fixtures that it was the first to use.
+        failed: whether it failed. Tests that read the source fail on every rewritten copy.
+        skipped: whether it was skipped, on this machine and this version of PyTorch.
         blocks: numbers of the blocks that it entered.
     """
 
     test: str
     seconds: float
     failed: bool
+    skipped: bool
     blocks: frozenset[int]
 
 
-def copied(name: str) -> Path:
+def make_copy(name: str) -> Path:
     """Copy the repository to a folder of ``build/mutants``."""
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -47,12 +51,21 @@ def copied(name: str) -> Path:
     return folder
 
 
-def rewritten(folder: Path, chosen: Collection[int] = (), *, marked: bool = False) -> Copy:
+def rewrite_copy(folder: Path, mutants: Collection[int] = (), *, marked: bool = False) -> Inventory:
     """Rewrite the package in ``folder``, a copy of the repository; see ``rewrite``.
 
-    The source is that of the last ``record``, as blocks are known by their numbers.
+    The source is that of the last ``record``, as numbers of blocks are valid for it only.
+
+    Raises:
+        SystemExit: ``src`` has changed since.
     """
-    return rewrite(_SOURCE, folder / "src" / "fullshard", chosen, marked=marked)
+    names = [str(path.relative_to(_SOURCE)) for path in _SOURCE.rglob("*.py")]
+    _, changed, missing = filecmp.cmpfiles(_SOURCE, _PACKAGE, names, shallow=False)
+    if changed or missing or len(names) != len([*_PACKAGE.rglob("*.py")]):
+        raise SystemExit(
+            f"src has changed since the last record: delete {FOLDER}, and record again"
+        )
+    return rewrite(_SOURCE, folder / "src" / "fullshard", mutants, marked=marked)
 
 
 def _ignored(folder: str, names: list[str]) -> set[str]:
@@ -68,21 +81,23 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 def record(options: argparse.Namespace) -> None:
     """Run all tests that have no record in ``build/mutants/records`` yet."""
     if not _RECORDS.exists():
-        shutil.rmtree(_SOURCE, ignore_errors=True)
-        shutil.copytree(ROOT / "src" / "fullshard", _SOURCE)
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        shutil.copytree(_PACKAGE, _SOURCE, ignore=shutil.ignore_patterns("__pycache__"))
         _RECORDS.mkdir()
-    folder = copied("marked")
-    found = rewritten(folder, marked=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.recorder"]
+    folder = make_copy("marked")
+    found = rewrite_copy(folder, marked=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.plugin"]
     command += ["--numprocesses", str(options.workers), "--dist=worksteal"]
     command += ["--chosen"] * options.chosen
     blocks = str(found.num_blocks)
     env = environment(folder, FULLSHARD_RECORDS=str(_RECORDS), FULLSHARD_BLOCKS=blocks)
-    subprocess.run(command, cwd=folder, env=env, check=False)
+    status = subprocess.run(command, cwd=folder, env=env, check=False).returncode
+    if status > 1:
+        raise SystemExit("pytest did not end: call record again")
 
 
 def recorded() -> list[Record]:
-    """Return what all tests did, in the order of their ids."""
+    """Return the records of all tests, in the order of their ids."""
     return sorted(_read(), key=lambda each: each.test)
 
 

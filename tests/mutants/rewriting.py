@@ -1,6 +1,6 @@
-"""A copy of ``src`` that notes the blocks it enters and has one of its defects at will.
+"""A copy of ``src`` that can note the blocks it enters, and can have one defect switched on.
 
-The copy is made once, with all mutants in it; ``FULLSHARD_MUTANT`` says which one is in force.
+All mutants are in the same copy; the environment variable ``FULLSHARD_MUTANT`` switches one on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODULE = "fullshard_mutants"
-"""The module that the copy imports; it stands beside the package."""
+"""Name of the module that the copy imports; it lies beside the package."""
 
 _SOURCE = """\
 import mmap
@@ -49,10 +49,10 @@ class Mutant:
     """One possible defect.
 
     Attributes:
-        number: its place among all possible ones.
-        block: the block of statements that it is in.
+        number: its index in the list of all mutants.
+        block: number of the block that it is in.
         place: file and line.
-        change: what becomes what.
+        change: the kind of change.
     """
 
     number: int
@@ -62,14 +62,14 @@ class Mutant:
 
 
 @dataclass
-class Copy:
-    """What was found in the source."""
+class Inventory:
+    """The blocks and the possible mutants of the source."""
 
     num_blocks: int
     mutants: list[Mutant]
 
 
-def rewrite(source: Path, target: Path, chosen: Collection[int], *, marked: bool) -> Copy:
+def rewrite(source: Path, target: Path, chosen: Collection[int], *, marked: bool) -> Inventory:
     """Copy the package at ``source`` to ``target``, rewritten.
 
     Args:
@@ -78,7 +78,7 @@ def rewrite(source: Path, target: Path, chosen: Collection[int], *, marked: bool
         chosen: numbers of the mutants that the copy can have in force.
         marked: whether the copy notes which blocks it enters.
     """
-    found = Copy(0, [])
+    found = Inventory(0, [])
     for path in sorted(source.rglob("*.py")):
         rewriter = _Rewriter(str(path.relative_to(source)), found, chosen, marked=marked)
         tree = rewriter.visit(ast.parse(path.read_text()))
@@ -90,17 +90,19 @@ def rewrite(source: Path, target: Path, chosen: Collection[int], *, marked: bool
 
 
 def sample(mutants: Sequence[Mutant], count: int, seed: int = 0) -> list[Mutant]:
-    """Return ``count`` of ``mutants``, drawn at random; fewer are the first of more."""
+    """Return ``count`` of ``mutants``, drawn at random; a smaller count gives a prefix."""
     return random.Random(seed).sample(mutants, len(mutants))[:count]
 
 
 class _Rewriter(ast.NodeTransformer):
-    def __init__(self, path: str, found: Copy, chosen: Collection[int], *, marked: bool) -> None:
+    def __init__(
+        self, path: str, found: Inventory, chosen: Collection[int], *, marked: bool
+    ) -> None:
         self._path = path
         self._found = found
         self._chosen = chosen
         self._marked = marked
-        self._block: int | None = None  # None outside functions
+        self._block: int | None = None  # None at the top level of a module or class
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
         self.generic_visit(node)
@@ -125,7 +127,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
         if any("jit" in ast.unparse(each) for each in node.decorator_list):
-            return node
+            return node  # a compiler reads it
         documented = [node.body.pop(0)] if ast.get_docstring(node, clean=False) else []
         node.body = [*documented, *self._entering(node.body)] if node.body else documented
         return node
@@ -140,8 +142,11 @@ class _Rewriter(ast.NodeTransformer):
         return new
 
     def visit_If(self, node: ast.If) -> ast.AST:
-        test = self.visit(node.test)
-        node.test = self._mutant(test, "if not", lambda new: ast.UnaryOp(ast.Not(), new))
+        has_opposite = isinstance(node.test, ast.Compare | ast.UnaryOp)
+        node.test = self.visit(node.test)
+        if not has_opposite:
+            negated = self._mutant(node.test, "if not", lambda new: ast.UnaryOp(ast.Not(), new))
+            node.test = negated
         node.body = self._entering(node.body)
         node.orelse = self._entering(node.orelse) if node.orelse else []
         return node
@@ -190,8 +195,9 @@ class _Rewriter(ast.NodeTransformer):
         return self._mutant(node, "and, or", _with_opposite("op"))
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        may_be_text = isinstance(node.left, ast.Constant | ast.JoinedStr)
         self.generic_visit(node)
-        if type(node.op) not in _OPPOSITE or isinstance(node.left, ast.Constant | ast.JoinedStr):
+        if type(node.op) not in _OPPOSITE or may_be_text:
             return node
         return self._mutant(node, "arithmetic", _with_opposite("op"))
 
@@ -223,10 +229,11 @@ class _Rewriter(ast.NodeTransformer):
         number = self._number(node, change)
         if number not in self._chosen:
             return node
-        return ast.IfExp(_mutant_is(number, ast.Eq()), make(copy.deepcopy(node)), node)
+        new = ast.IfExp(_mutant_is(number, ast.Eq()), make(copy.deepcopy(node)), node)
+        return ast.copy_location(new, node)
 
     def _number(self, node: ast.AST, change: str) -> int:
-        """Return the number of a possible mutant; -1 outside functions."""
+        """Return the number of a possible mutant; -1 at the top level."""
         if self._block is None:
             return -1
         number = len(self._found.mutants)

@@ -137,10 +137,12 @@ def _appear(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _of_texts(tokenizer: Tokenizer, end: int) -> Callable[[Sequence[Document]], Arrays]:
+    kind = _dtype_of(tokenizer)
+
     def make(group: Sequence[Document]) -> Arrays:
         texts = [document.text for document in group]
         encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
-        ids = [np.array([end, *one.ids], _dtype_of(tokenizer)) for one in encoded]
+        ids = [np.array([end, *one.ids], kind) for one in encoded]
         nbytes = sum(len(text.encode()) for text in texts)
         return {"tokens": np.concatenate(ids), **_beside(nbytes, BadRecords())}
 
@@ -158,9 +160,8 @@ def _of_chats(
                 samples += tokenizer.samples(document)
             except ConfigError as error:
                 bad.add(error)
-        nothing: list[int] = []
         return {
-            "tokens": np.array(sum((one.tokens for one in samples), nothing), kind),
+            "tokens": np.array([token for one in samples for token in one.tokens], kind),
             "learned": np.array([own for one in samples for own in one.learned], np.bool_),
             "lengths": np.array([len(one.tokens) for one in samples], np.int64),
             **_beside(sum(one.nbytes for one in samples), bad),

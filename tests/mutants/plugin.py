@@ -1,8 +1,8 @@
-"""A plugin of pytest that writes down, for each test, the blocks that it entered and its time.
+"""A plugin of pytest that writes down, for each test, the blocks that it enters and its time.
 
-Each worker of pytest has a file that all its processes map into memory, those of killed ranks and
-of commands too. The plugin empties it before a test and reads it after the test. So what a shared
-fixture enters counts for the test that asks for it first.
+Each worker of pytest has a file. All processes that it starts map this file, also ranks that are
+killed later. The plugin clears the file before a test and reads it after the test. Blocks that a
+shared fixture enters count for the first test that uses it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 FOLDER = Path(os.environ["FULLSHARD_RECORDS"])
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
 _failed: set[str] = set()
+_skipped: set[str] = set()
 
 
 def _mapped() -> mmap.mmap:
@@ -48,6 +49,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         "test": item.nodeid,
         "seconds": time.perf_counter() - start,
         "failed": item.nodeid in _failed,
+        "skipped": item.nodeid in _skipped,
+        # A copy, as ranks may still write to the memory.
         "blocks": np.flatnonzero(np.frombuffer(_entered[:], np.uint8)).tolist(),
     }
     with (FOLDER / f"{_WORKER}.jsonl").open("a") as file:
@@ -58,3 +61,5 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
         _failed.add(report.nodeid)
+    if report.skipped:
+        _skipped.add(report.nodeid)
