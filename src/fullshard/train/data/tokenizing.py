@@ -119,7 +119,7 @@ def _groups(
 
 
 def _read(files: Sequence[Path], key: str) -> Iterator[npt.NDArray[Any]]:
-    """Yield one array of each group; only one is in memory at a time."""
+    """Yield one array of each group, without holding the others."""
     for path in files:
         with np.load(path) as found:
             yield found[key]
