@@ -129,7 +129,7 @@ def _refuse(*_: object, **__: object) -> None:
 def test_what_failed_on_another_rank_is_shown(tmp_path: Path) -> None:
     """In processes of its own: a group that never came about leaves threads behind."""
     program = (
-        "import sys; from tests.kit.doctor import fail_on_rank_1 as f; "
+        "import sys; from tests.ranks.test_doctor import fail_on_rank_1 as f; "
         "print(f(sys.argv[1], int(sys.argv[2])))"
     )
     jobs = [
