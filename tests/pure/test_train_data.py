@@ -119,6 +119,24 @@ def test_the_order_reads_every_window_once_an_epoch() -> None:
     assert [row for step in steps for row in step] == [*first, *second]
 
 
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 23, 24, 25, 64])
+def test_a_large_text_is_shuffled_in_parts(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_PART", 8)
+    order = RowOrder(num_rows, seed=3, batch=1, accumulate=1, num_workers=1)
+    rows = [int(order.rows(step=step, microbatch=0, rank=0)[0]) for step in range(1, num_rows + 1)]
+    assert sorted(rows) == list(range(num_rows))
+    num_parts = -(-num_rows // 8)
+    parts = [row % num_parts for row in rows]
+    assert parts == sorted(parts)
+    assert max(parts.count(part) for part in set(parts)) <= 8
+
+
+def test_the_order_of_a_small_text_is_one_permutation() -> None:
+    order = RowOrder(100, seed=3, batch=100, accumulate=1, num_workers=1)
+    whole = np.random.default_rng((3, 1)).permutation(100)
+    assert order.rows(step=2, microbatch=0, rank=0).tolist() == whole.tolist()
+
+
 def test_the_order_needs_the_step_alone_and_depends_on_the_seed() -> None:
     def order(seed: int) -> RowOrder:
         return RowOrder(num_rows=1000, seed=seed, batch=4, accumulate=1, num_workers=2)

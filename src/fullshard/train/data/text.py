@@ -37,6 +37,7 @@ from fullshard.train.data.tokenizing import END, fill_cache
 LEAST_TOKENS = 257  # one per byte value, and END
 MOST_TOKENS = 1 << 15  # only unusually large texts fill more; ids are uint16
 _FORMAT = 7  # part of the cache key: raise it whenever the content of the cache changes
+_PART = 1 << 20  # rows that are shuffled together
 _UNSURE_NS = 2_000_000_000  # a file changed more recently may change again unnoticed
 
 
@@ -116,6 +117,9 @@ class RowOrder:
 
     An epoch is a permutation drawn from ``seed`` and the epoch's number; a step may read across the
     end of an epoch. There is no state between steps, so a resumed run needs only the step number.
+
+    Large texts are read in parts of at most ``_PART`` rows. If there are n parts, each is every nth
+    row of the text, shuffled. So memory and time do not grow with the text.
     """
 
     num_rows: int
@@ -139,7 +143,17 @@ class RowOrder:
 
     def _at(self, first: int, count: int) -> Indices:
         epochs = (divmod(place, self.num_rows) for place in range(first, first + count))
-        return np.array([_permutation(self.num_rows, self.seed, e)[i] for e, i in epochs])
+        return np.array([self._row(epoch, place) for epoch, place in epochs])
+
+    def _row(self, epoch: int, place: int) -> int:
+        num_parts = -(-self.num_rows // _PART)
+        size, longer = divmod(self.num_rows, num_parts)  # the first parts have one row more
+        part, place = divmod(place, size + 1)
+        if part >= longer:
+            part, place = divmod((part - longer) * (size + 1) + place, size)
+            part += longer
+        shuffled = _shuffled(size + (part < longer), self.seed, epoch, part)
+        return part + num_parts * int(shuffled[place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +289,9 @@ def _seen(data: str | None, of_model: str, *, sure: bool = False) -> Path | None
 
 
 @functools.lru_cache(maxsize=2)
-def _permutation(num_rows: int, seed: int, epoch: int) -> Indices:
-    return np.random.default_rng((seed, epoch)).permutation(num_rows)
+def _shuffled(size: int, seed: int, epoch: int, part: int) -> Indices:
+    seeds = (seed, epoch, part) if part else (seed, epoch)
+    return np.random.default_rng(seeds).permutation(size)
 
 
 @contextmanager
