@@ -44,6 +44,11 @@ class _Try:
     verdict: str
     test: str = ""
 
+    @property
+    def adds_test(self) -> bool:
+        """Whether the test that killed the mutant was not chosen before."""
+        return self.verdict == "killed by other tests"
+
 
 def kill(options: argparse.Namespace) -> None:
     """Try mutants drawn at random. Choose other tests too if they kill what the chosen ones miss.
@@ -57,13 +62,13 @@ def kill(options: argparse.Namespace) -> None:
     if rewrite_copy(folder, {one.number for one in drawn}).mutants != possible:
         raise SystemExit("mutants are numbered otherwise if some are in the copy: a defect of ours")
     records = [each for each in recorded() if not each.failed]
-    chosen = load_chosen()
     tried = {each.number: each for each in _tried()}
+    chosen = load_chosen() | {each.test for each in tried.values() if each.adds_test}
     todo = [one for one in drawn if one.number not in tried]
     with ThreadPoolExecutor(options.workers) as threads:
         for each in threads.map(partial(_try, folder, records, chosen), todo):
             tried[each.number] = each
-            chosen |= {each.test} if each.verdict == "killed by other tests" else set()
+            chosen |= {each.test} if each.adds_test else set()
             with _TRIES.open("a") as file:
                 file.write(json.dumps(vars(each)) + "\n")
             print(each.place, each.change, each.verdict, each.test, flush=True)
