@@ -12,7 +12,7 @@ __all__ = ["BUDGETS", "LEFT_OUT", "left_out"]
 
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
 
-BUDGETS = {"ranks": 420, "pure": 320, "docs": 100, "faults": 60, "lanes": 40, "fuzz": 30}
+BUDGETS = {"ranks": 420, "pure": 320, "docs": 100, "faults": 60, "lanes": 50, "fuzz": 30}
 """Seconds that the tests of a folder may take in ``make test``, of all workers together."""
 
 
