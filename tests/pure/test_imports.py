@@ -231,4 +231,4 @@ def test_no_test_file_imports_another() -> None:
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tests.")
         if any("test_" in name for name in (str(node.module), *(one.name for one in node.names)))
     ]
-    assert not found, "what several test files use belongs into tests/kit"
+    assert not found, "move helpers that test files share to tests/kit"
