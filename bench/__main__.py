@@ -1,6 +1,6 @@
 """``python -m bench [NAME ...] [--save]``: compares with PyTorch's own; all, or those named.
 
-``python -m bench gpu --help`` tells what there is for a GPU.
+``python -m bench gpu --help`` lists the checks for a GPU.
 
 ``python -m bench scale --help`` tells how to see how costs grow.
 

@@ -1,8 +1,8 @@
 """A model of PyTorch's caching allocator of CUDA memory, with its default settings.
 
-It has the rules of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.13) that decide how much is
-reserved: memory is reserved in segments, each for one stream, and never returned. Blocks are cut
-from segments and joined with free neighbours again.
+The model follows the rules of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.13) for reserving
+memory. Memory is reserved in segments, each for one stream, and never returned. Blocks are cut from
+segments and joined with free neighbours again.
 """
 
 from __future__ import annotations

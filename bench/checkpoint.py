@@ -1,8 +1,8 @@
 """Saving and loading a checkpoint of 370 MB, two gloo ranks of one thread each, on a local disk.
 
-Also: how long training stands still for a save beside it, how much slower steps are meanwhile, and
-how long it takes to describe a checkpoint of many ranks. Everything is flushed to the disk when it
-is written; what is read is in memory already.
+Three more figures: how long training stands still for an asynchronous save, how much slower steps
+are during the save, and how long it takes to describe a checkpoint of many ranks. Written files are
+flushed to the disk; files that are read are in memory already.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def beside(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Ca
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds that all ranks took, and what the call returned here."""
+    """Return the seconds until all ranks have called, and the result of the call here."""
     dist.barrier()
     start = time.perf_counter()
     found = call()
@@ -170,7 +170,7 @@ def work(folder: str) -> dict[str, float]:
     for number in range(ROUNDS):
         if number == 1:
             seconds.clear()
-        first = number % len(kinds)  # a disk may tire of what was written just before
+        first = number % len(kinds)  # a disk may be slower just after a write
         for name in [*kinds][first:] + [*kinds][:first]:
             calls = kinds[name]
             for what, call in zip(("save", "load"), calls, strict=True):

@@ -1,9 +1,9 @@
 """Step time and bytes of training on several hosts, against PyTorch's own: namespaces as hosts.
 
 All contenders live in the same processes and take their steps in turn; a figure is a ratio of
-medians. Bytes are those that the busiest host sends in a step, by the counter of its interface,
-beside what exchanges in two levels need: each shard once to each other host for every gather, and
-one row for every rank of another host for every reduction.
+medians. Bytes are those that the busiest host sends in a step, by the counter of its interface.
+Beside them are the bytes that exchanges in two levels need. A gather sends each shard once to each
+other host. A reduction sends one row for every rank of another host.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CASES = tuple(
 
 
 class Found(NamedTuple):
-    """What one contender took."""
+    """The time and the traffic of one contender's step."""
 
     seconds: float
     nbytes: float

@@ -1,7 +1,7 @@
 """Step time under ``torch.compile``, by block and as a whole, against PyTorch's own compiled alike.
 
-Taken as in ``bench.step``. Every contender has forwards of its own, so that graphs of one are not
-looked through at calls of another. What compiling takes itself is not measured.
+Times are taken as in ``bench.step``. Every contender has forwards of its own, so that calls of one
+do not search the graphs of another. The time of compiling itself is not measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who takes part in the benchmarks: ways to shard a GPT, each with its optimizer."""
+"""The contenders: ways to shard a GPT, each with its optimizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Contender:
     optimizer: Callable[[Any], torch.optim.Optimizer]
 
     def make(self, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The model to train, and what trains it."""
+        """Return the model to train and its optimizer."""
         model = self.prepare(model)
         return model, self.optimizer(model.parameters())
 

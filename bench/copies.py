@@ -79,9 +79,9 @@ def _nbytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Messages(Wrapper):
-    """What we use over gloo between hosts, with nobody there; over NCCL we use native collectives.
+    """Our exchange over gloo between hosts, without peers; over NCCL we use native collectives.
 
-    It copies what messages make us copy.
+    It makes the copies that messages need.
     """
 
     @property
@@ -128,15 +128,15 @@ def copied(shard: Callable[..., Any] | None, dtype: torch.dtype, **options: Any)
 
 
 def own_count(model: nn.Module) -> int | None:
-    """What our engine counted so far."""
+    """Return the copied bytes that our engine has counted so far."""
     return model.copied_nbytes() if isinstance(model, fullshard.FSDPModule) else None
 
 
 def check(own: int, observed: int) -> None:
-    """The engine's own count must be what is seen from outside.
+    """Raise if the engine's own count differs from the bytes that were observed.
 
-    But over gloo the exchange is ours, and its copies are seen, too: of our own slice to its place
-    in a gather, and of what it adds up to in a reduction.
+    Over gloo the exchange is ours, so more copies are observed: of the rank's own slice to its
+    place in a gather, and of the sum in a reduction.
     """
     is_gloo = collectives_of(init_device_mesh("cpu", (dist.get_world_size(),))).adds_wide
     if observed < own or (observed > own and not is_gloo):

@@ -1,9 +1,10 @@
 """Host time: what sharding adds to a step when communication costs nothing.
 
-One process plays one rank of many. At world 8 torch's fake process group stands in for the others;
-at 1,024 that would itself take half a millisecond a gather, so there collectives pass through and
-leave what they find. A figure is a contender's step minus the unsharded step, as a share of the
-same difference for FSDP2; it is negative where the optimizer saves more than sharding adds.
+One process plays one rank of many. At world 8 torch's fake process group stands in for the others.
+At 1,024 ranks the fake group itself would take half a millisecond a gather. There collectives do
+nothing and leave their outputs as they are. A figure is a contender's step minus the unsharded
+step, as a share of the same difference for FSDP2. It is negative where the optimizer saves more
+than sharding adds.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class PassThrough(dist.ProcessGroup):
         """As registered."""
         return "pass"
 
-    # What meshes and we ask a group of a backend for; torch answers for its own only.
+    # Meshes and our code ask groups for these; torch answers for its own backends only.
 
     @property
     def group_name(self) -> str:

@@ -2,10 +2,10 @@
 
 A ``TorchDispatchMode`` sees what is dispatched on the CPU, for FSDP2 and FSDP1 as for us, and
 counts for each operation the kernels that PyTorch's CUDA code would launch for these very tensors
-(aten/src/ATen/native/cuda, PyTorch 2.13 built for CUDA 13). What the unsharded model does by itself
-is left out. One process plays one rank of many with torch's fake process group. Layers are those of
-real models with dims of a quarter, so that they fit a small machine; with them go the limits that
-count elements. One token runs through them.
+(aten/src/ATen/native/cuda, PyTorch 2.13 built for CUDA 13). The operations of the unsharded
+model are left out. One process plays one rank of many with torch's fake process group. The layers
+are those of real models with a quarter of the dims, so that they fit a small machine. Limits that
+count elements are scaled alike. One token runs through the layers.
 
 A count of kernels is no time: the kernels of a large layer take longer than their launches.
 """
@@ -42,7 +42,7 @@ from fullshard.engine import unshard
 
 WORLDS = (8, 256)
 
-# How much one kernel of a foreach operation takes: tensors by the number of lists, and chunks.
+# The limits of one kernel of a foreach operation: tensors by the number of lists, and chunks.
 MOST_TENSORS = (770, 448, 336, 252, 210)
 SCALE = 16  # of elements: matrices have two dims of a quarter
 MOST_CHUNKS, CHUNK_NUMEL = 2240, 65536 // SCALE
@@ -52,14 +52,14 @@ NOTHING = set(
     "empty empty_like empty_strided new_empty new_empty_strided detach lift_fresh set_ resize_ "
     "_record_function_enter_new _record_function_exit _local_scalar_dense".split()
 )
-"""What launches no kernel, besides views."""
+"""Operations that launch no kernel, besides views."""
 
 SYNCS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "index", "index_put_"}
-"""What makes the host wait for a device; an index is a list here, which has to be sent there."""
+"""Operations that make the host wait for a device; an index is a list, which the host sends."""
 
 
 def kernels(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """How many kernels, and copies within the device, CUDA would need for ``op``."""
+    """Return the number of kernels and of copies within the device that CUDA needs for ``op``."""
     name = op.overloadpacket.__name__
     if op.is_view or name in NOTHING or op.namespace in ("c10d", "profiler"):
         return 0
@@ -127,7 +127,7 @@ def _is_tensors(arg: Any) -> bool:
 
 
 def _is_dense(part: Tensor) -> bool:
-    """Whether the elements lie in one piece, in whatever order."""
+    """Return whether the elements are contiguous in some order of the dims."""
     end = 1
     for size, stride in sorted(zip(part.shape, part.stride(), strict=True), key=lambda d: d[1]):
         if size != 1 and stride != end:
@@ -145,7 +145,7 @@ def _strides(part: Tensor) -> tuple[tuple[int, int], ...]:
 class Launches(TorchDispatchMode):
     """Counts what operations in the block would launch, and how often the host would wait.
 
-    What has no dims is on the host (the step counts of an optimizer, for example).
+    Tensors without dims are on the host (the step counts of an optimizer, for example).
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ def as_on_a_gpu(launches: Launches | None = None) -> Iterator[None]:
 
 
 class Attention(nn.Module):
-    """That of a layer whose batch is one token: what it attends to is its own value."""
+    """The attention of a layer whose batch is one token, which attends to its own value."""
 
     def __init__(self, dim: int, kv_dim: int) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def counted(layer: str, prepare: Callable[[nn.Module], nn.Module]) -> tuple[Launches, Launches]:
-    """What the second step launches: forward and backward, then the optimizer."""
+    """Return the launches of the second step: forward and backward, then the optimizer."""
     make, dim = LAYERS[layer]
     with torch.device("meta"):
         model: nn.Module = Layers(make())

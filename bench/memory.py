@@ -44,7 +44,7 @@ from bench.models import GPT, SHAPES
 WORLD = 8
 FSDP1_ONE = "torch FSDP1, one flat parameter"
 RIVALS = {PER_PARAMETER: FSDP2, RAGGED: FSDP2, FLAT: FSDP1, ONE_FLAT: FSDP1_ONE}
-"""Whose bytes ours are a share of."""
+"""The contender of PyTorch that each of ours is compared with."""
 BOUND = 1.02
 """Largest share at the peak and between steps."""
 
@@ -58,7 +58,7 @@ class Case:
     """Computation in bf16, reduction in fp32."""
     replicas: int = 1
     reshards: bool = True
-    """Whether units are resharded after their forward."""
+    """True if units are resharded after their forward."""
     syncs: tuple[bool, ...] = (True,)
     """For each microbatch of a step: whether its gradients are reduced."""
 
@@ -93,7 +93,7 @@ def mesh_of(case: Case) -> DeviceMesh:
 
 
 def per_parameter(shard: Callable[..., Any], case: Case, **options: Any) -> Any:
-    """What ``fully_shard`` of PyTorch or of ours makes of a model."""
+    """Return the preparation by ``fully_shard``, PyTorch's or ours."""
     if case.bf16:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if not case.reshards:
@@ -102,7 +102,7 @@ def per_parameter(shard: Callable[..., Any], case: Case, **options: Any) -> Any:
 
 
 def flat(wrapper: Any, case: Case, **options: Any) -> Any:
-    """What ``FullyShardedDataParallel`` of PyTorch or of ours makes of a model."""
+    """Return the preparation by ``FullyShardedDataParallel``, PyTorch's or ours."""
     if case.bf16:
         options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32)
     kinds = ShardingStrategy if wrapper is TorchFlat else fullshard.ShardingStrategy
@@ -112,7 +112,7 @@ def flat(wrapper: Any, case: Case, **options: Any) -> Any:
 
 
 def contender(name: str, case: Case) -> Contender:
-    """Whoever is called ``name``, set up for ``case``."""
+    """Return the contender called ``name``, set up for ``case``."""
     ours, ours_flat = fullshard.fully_shard, fullshard.FullyShardedDataParallel
     makers: dict[str, Callable[[], Contender]] = {
         FSDP2: lambda: Contender(per_parameter(torch_fully_shard, case), adamw),
@@ -152,7 +152,7 @@ def step(
 
 def peaks(name: str, case: Case) -> tuple[int, int]:
     """Most bytes held in the third step, and bytes held after it; in a process group of eight."""
-    gc.collect()  # or what an earlier case leaves behind would count as given back by this one
+    gc.collect()  # else memory of an earlier case would be freed, and counted, in this one
     shape = FORMS[case.shape]
     made = contender(name, case)
     with tracing.memory() as trace:

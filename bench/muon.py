@@ -32,7 +32,7 @@ BOUNDS = {STEP: 0.35, BESIDE: 1.3}
 
 
 class OnEveryRank:
-    """What users write by hand: every rank gathers every matrix and steps all of it."""
+    """The usual code of users: every rank gathers every matrix and steps all of it."""
 
     def __init__(self, matrices: list[nn.Parameter]) -> None:
         self._matrices = matrices

@@ -1,4 +1,4 @@
-"""What equal shards cost: padding of transformer layers, in memory and on the wire alike.
+"""The cost of equal shards: padding of transformer layers, in memory and on the wire alike.
 
 One unit is one layer with its experts stacked in 3-D parameters, in bfloat16 with every parameter
 at a multiple of 16 bytes. Shapes are from the models' public configurations.
@@ -115,7 +115,7 @@ def _common_rows(params: Sequence[ParamSpec], world: int) -> int:
     return math.ceil(shard / rows) * rows
 
 
-# How long a shard is.
+# The number of elements of a shard.
 RULES: Mapping[str, Callable[[Layer, int], int]] = {
     "Shard(0)": lambda layer, world: PerParameter().build(layer, world, ALIGN).shard_numel,
     "LCM of rows": _common_rows,

@@ -85,7 +85,7 @@ def seen() -> dict[str, float]:
 
 
 def predicted(world: int) -> dict[str, float]:
-    """What plans say of the same jobs on the hardware that was measured."""
+    """Return the predictions of plans for the same jobs on the measured hardware."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "hardware.json"
         command = [sys.executable, "-m", "fullshard.cli", "doctor", "--nproc", str(world)]

@@ -1,4 +1,4 @@
-"""What it costs that ranks may skip experts: step times on two gloo ranks of one thread each.
+"""The cost of letting ranks skip experts: step times on two gloo ranks of one thread each.
 
 Blocks of experts, each expert a unit in a block that is a unit. Without tolerance all ranks have to
 run all experts in one order, as in FSDP2; with it each may run those that its tokens need. A figure
@@ -81,7 +81,7 @@ def sharded(
 
 
 class Contender(NamedTuple):
-    """How a model is sharded, and whether a rank runs one expert instead of all."""
+    """A way to shard a model, and whether a rank runs one expert instead of all."""
 
     shard: Callable[[Any], Any]
     one: bool = False

@@ -36,7 +36,7 @@ FLAT_BOUND = 0.65
 
 
 class Seconds(NamedTuple):
-    """What one training step took."""
+    """The seconds of one training step."""
 
     step: float
     processor: float

@@ -1,4 +1,4 @@
-"""What a trace costs: step time on two gloo ranks with it, as a share of that without it.
+"""The cost of a trace: step time on two gloo ranks with it, as a share of that without it.
 
 Both take their steps in turn on the same model in the same processes, so that whatever the machine
 does to one it does to the other; a figure is a ratio of medians. Starting and stopping, which

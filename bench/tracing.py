@@ -1,4 +1,4 @@
-"""What PyTorch's profiler knows of memory."""
+"""Peak and held memory, from PyTorch's profiler."""
 
 from __future__ import annotations
 

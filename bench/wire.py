@@ -1,6 +1,6 @@
 """Step time and bytes on a slow network, by ``WirePolicy``: namespaces as hosts, see ``cluster``.
 
-Bytes are those of a host's interface, beside what gathers and reductions have to send.
+Bytes are those of a host's interface, beside the bytes that gathers and reductions need.
 """
 
 from __future__ import annotations

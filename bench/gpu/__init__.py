@@ -1,4 +1,4 @@
-"""What only a GPU can show, in parts of at most ten minutes; one GPU is enough.
+"""Checks that need a GPU, in parts of at most ten minutes; one GPU is enough.
 
     python -m bench gpu --help                   the parts
     python -m bench gpu collectives races --out results/
@@ -76,7 +76,7 @@ _BUSY_NBYTES = 2 << 30
 
 
 def judge(name: str, machine: Machine) -> dict[str, Any]:
-    """Run a part here; what is written about it."""
+    """Run a part here; return the record that is written of it."""
     start = time.perf_counter()
     try:
         verdict = PARTS[name].check(machine)
@@ -215,7 +215,7 @@ def _text(value: Any) -> str:
 
 
 def figures() -> dict[str, Any]:
-    """Seconds of steps, for who runs all benchmarks; empty where there is no GPU."""
+    """Return the seconds of steps, for runs of all benchmarks; empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
     return costs.speed(Machine.here()).figures

@@ -1,4 +1,4 @@
-"""What a step costs: waits of the host, memory, kernels, time."""
+"""The costs of a step: waits of the host, memory, kernels, time."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def brief(occupy: Callable[[int], None] = lambda nbytes: None) -> Iterator[None]
 
 
 def syncs(machine: Machine) -> Verdict:
-    """A steady step makes the host wait for nothing; and what happens once a parameter is frozen.
+    """A steady step never makes the host wait, nor does the step after a parameter is frozen.
 
     Control: a step that reads its loss is refused.
     """
@@ -181,7 +181,7 @@ def _summary(kernels: list[Kernel]) -> dict[str, float]:
 
 
 def launched(machine: Machine, name: str, world: int = WORLD) -> dict[str, float]:
-    """What a fourth step ran on the device, of the only model in its process."""
+    """Return what a fourth step ran on the device, with no other model in the process."""
     with machine.first_of_many(world), brief():
         sizes = sizes_for(machine, LARGE)
         tokens = tokens_of(machine, sizes, 512 if machine.is_real else 16)
@@ -243,7 +243,7 @@ def measured(
 ) -> dict[str, float]:
     """Milliseconds of a step, of the only model in its process; ``gb_s`` of the wire, 0: no wire.
 
-    What is received in a collective keeps its stream busy, by a kernel that only waits.
+    A collective keeps its stream busy for the bytes it receives, by a kernel that only waits.
     """
 
     def occupy(nbytes: int) -> None:
@@ -278,7 +278,7 @@ def wire(machine: Machine) -> Verdict:
 def speed(machine: Machine) -> Verdict:
     """Host and step time by how long sequences are, each contender in a process of its own.
 
-    A collective is one small kernel, so nothing is told of what waits for the wire.
+    A collective is one small kernel, so waits for the network are not measured.
     """
     figures = {
         f"{regime}, {name}": machine.apart(measured, name, length)

@@ -1,4 +1,4 @@
-"""What is built on the engine, on a device: codecs, optimizers, checkpoints, plans, trainer."""
+"""Features above the engine, on a device: codecs, optimizers, checkpoints, plans, trainer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRAINER_LIMIT_S = 200
 
 
 def codecs(machine: Machine) -> Verdict:
-    """What is encoded on the device is, byte for byte, what the host encodes; and how fast."""
+    """The device encodes the same bytes as the host; its rate is measured too."""
     torch.manual_seed(0)
     values = torch.randn(WORLD, 1 << 14) * torch.randn(WORLD, 1 << 14).exp()
     values[1, 64:128] = 0
@@ -174,7 +174,7 @@ def _step_of_states(machine: Machine, fraction: float) -> dict[str, float]:
 
 
 def checkpoints(machine: Machine) -> Verdict:
-    """What is saved beside the training is the state at the call; it loads bit for bit."""
+    """An asynchronous save holds the state at the call; it loads bit for bit."""
     figures: dict[str, Any] = {}
     with machine.alone(), tempfile.TemporaryDirectory() as root:
         sizes = sizes_for(machine, LARGE)

@@ -1,4 +1,4 @@
-"""What the checks run on: a GPU, or a CPU that stands in for one so that they can be tried."""
+"""The machine of the checks: a GPU, or a CPU in its place, to try the checks out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Failed(Exception):
 
 @dataclass
 class Verdict:
-    """What a part found."""
+    """The result of a part."""
 
     passed: bool | None
     """None: there was nothing to judge, see the notes."""
@@ -102,7 +102,7 @@ class _Reads(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, and what is asked of it besides PyTorch's common operations."""
+    """A device, with the operations that PyTorch does not offer for all devices alike."""
 
     device: torch.device
 
@@ -116,12 +116,12 @@ class Machine:
 
     @property
     def is_real(self) -> bool:
-        """Whether there is anything to judge."""
+        """True on a GPU, where results count."""
         return self.device.type != "cpu"
 
     @property
     def accelerator(self) -> Any:
-        """``torch.cuda``, or what does nothing in its place."""
+        """``torch.cuda``, or a stand-in that does nothing."""
         return torch.cuda if self.is_real else NoStreams()
 
     def lanes(self, device: torch.device) -> Lanes:
@@ -129,7 +129,7 @@ class Machine:
         return StreamLanes(self.accelerator, device)
 
     def describe(self) -> dict[str, str]:
-        """What figures depend on."""
+        """Return the facts that figures depend on."""
         name = torch.cuda.get_device_name(self.device) if self.is_real else "CPU as a stand-in"
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if self.is_real else "none"
         return {
@@ -188,7 +188,7 @@ class Machine:
             torch.cuda.set_sync_debug_mode("default")
 
     def traced(self, run: Callable[[], object]) -> list[Kernel]:
-        """What ran on the device during ``run``, in order; on the stand-in all operations."""
+        """Return the kernels of ``run`` in order; on the stand-in, all operations."""
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.is_real else [])]
         self.synchronize()
         with profile(activities=kinds, acc_events=True) as prof:
@@ -205,7 +205,7 @@ class Machine:
 
     @contextmanager
     def first_of_many(self, world: int = WORLD) -> Iterator[None]:
-        """This process is rank 0 of ``world``; what others would send is made up."""
+        """Play rank 0 of ``world`` in the block, with made-up messages from the other ranks."""
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         try:
             yield
@@ -243,7 +243,7 @@ class Machine:
 
 
 def seconds(machine: Machine, run: Callable[[], object]) -> tuple[float, float]:
-    """How long the host took to issue ``run``, and the device to be done with it."""
+    """Return the seconds until the host has issued ``run``, and until the device is done."""
     machine.synchronize()
     start = time.perf_counter()
     run()
@@ -253,5 +253,5 @@ def seconds(machine: Machine, run: Callable[[], object]) -> tuple[float, float]:
 
 
 def same(ones: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether they are alike bit for bit; NaN is like nothing."""
+    """Return whether all pairs are equal bit for bit; NaN equals nothing."""
     return len(ones) == len(others) and all(map(torch.equal, ones, others))

@@ -85,7 +85,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(sizes.dim, sizes.vocab, bias=False)
 
     def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
-        """What a check may do otherwise."""
+        """Run a block; checks override this."""
         return block(x)
 
     def forward(self, tokens: Tensor) -> Tensor:

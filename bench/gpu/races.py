@@ -32,7 +32,7 @@ from fullshard.engine import Engine, executor
 STEPS = 20
 LENGTH = 64
 LONGEST_US = 2000.0
-"""As long as the host takes for a block: what is shorter is over before anybody could wait."""
+"""As long as the host takes for a block; a shorter sleep would end before any wait for it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Acting(Wrapper):
     pace: random.Random
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
-        """What others send is a little larger the farther they are."""
+        """Fill in the other ranks' rows: the farther the rank, the larger its values."""
         self._sleep()
         for output, source in zip(outputs, sources, strict=True):
             rows = output.view(self.world, -1)
@@ -58,7 +58,7 @@ class Acting(Wrapper):
         return Done()
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """Our own slice; what was sent is spoilt, as it may be."""
+        """Return our own slice, and overwrite the source, as real collectives may."""
         self._sleep()
         output.copy_(source.view(self.world, -1)[self.rank])
         source.fill_(torch.nan)
@@ -104,7 +104,7 @@ class _Pause(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Program:
-    """How a model is sharded and stepped."""
+    """A way to shard a model and to step it."""
 
     layout: Any
     low: bool = True
