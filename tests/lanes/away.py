@@ -1,6 +1,6 @@
 """A second device in PyTorch for CPUs, for which autograd has a queue and a thread of its own.
 
-Its tensors stand around tensors of the CPU. A process that called ``bring`` has the device for
+Its tensors wrap tensors of the CPU. A process that called ``bring`` has the device for
 good, so programs that need it run in processes of their own (``tests/lanes/queues.py``). An
 exception in the device's thread ends the process, with or without fullshard.
 """

@@ -1,7 +1,7 @@
-"""Books every read and write of every operation on the lane that issues it.
+"""Records every read and write of every operation on the lane that issues it.
 
-A schema says which arguments an operation reads, which it writes, and which results are views. What
-an operation touches of a storage is taken for everything between its first and its last element.
+A schema says which arguments an operation reads, which it writes, and which results are views. An
+operation counts as accessing all bytes from its first to its last element in a storage.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _SHAPES_ONLY = frozenset(
     " record_stream set_ resize_ resize_as_ sym_size sym_stride sym_numel"
     " sym_storage_offset".split()
 )
-"""Operations that look at shapes alone; what they make may be written."""
+"""Operations that read only shapes; some of them fill their results."""
 
 _BLOCKING = frozenset(
     "_local_scalar_dense equal nonzero masked_select _unique2 unique_dim unique_consecutive"
     " repeat_interleave is_nonzero".split()
 )
-"""Operations whose result the host waits for."""
+"""Operations that make the host wait for their result."""
 
 
 class _Plan(NamedTuple):
-    """How an operation treats memory."""
+    """The effects of an operation on memory."""
 
     written: frozenset[int | str]
-    """Arguments that it writes, by number and by name."""
+    """Arguments that the operation writes, by number and by name."""
     reads: bool
-    """Whether it reads the others."""
+    """True if it reads its other arguments."""
     makes: bool
-    """Whether its results are new memory."""
+    """True if its results are in new memory."""
     fills: bool
-    """Whether it writes that."""
+    """True if it writes its new memory."""
     blocks: bool
-    """Whether the host waits for it."""
+    """True if the host waits for its result."""
 
 
 @cache
@@ -56,7 +56,7 @@ def _plan_of(op: torch._ops.OpOverload) -> _Plan:
     name = schema.name.split("::")[1]
     written: set[int | str] = set()
     for number, arg in enumerate(schema.arguments):
-        if op.namespace == "c10d":  # whose schemas tell nothing
+        if op.namespace == "c10d":  # whose schemas do not mark written arguments
             is_written = "input" not in arg.name
         else:
             is_written = arg.alias_info is not None and arg.alias_info.is_write
@@ -71,7 +71,7 @@ def _plan_of(op: torch._ops.OpOverload) -> _Plan:
 
 
 class Booking(TorchDispatchMode):
-    """Passes every operation on, and books what it does in ``trace``."""
+    """Runs every operation, and records its accesses in ``trace``."""
 
     supports_higher_order_operators = True
 
@@ -83,7 +83,7 @@ class Booking(TorchDispatchMode):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Book nothing: what a transport does on a CPU is not what it does on a device."""
+        """Record nothing in the block: on a CPU a transport works differently than on a device."""
         self._suspended += 1
         try:
             yield
@@ -98,7 +98,7 @@ class Booking(TorchDispatchMode):
         if self._suspended or is_fake or not isinstance(op, torch._ops.OpOverload):
             return op(*args, **kwargs)
         if not all(map(is_plain, types)):
-            return NotImplemented  # the class comes first; what it does with parts comes here
+            return NotImplemented  # operations on its inner tensors come here
         plan = _plan_of(op)
         if not plan.reads and not plan.makes:
             return op(*args, **kwargs)
@@ -119,10 +119,10 @@ class Booking(TorchDispatchMode):
         return result
 
     def _lane_of(self, op: Any, touched: Sequence[tuple[Tensor, bool]]) -> tuple[Timeline, bool]:
-        """Who does it; and whether it is a copy between the host and the device.
+        """Return the timeline of ``op``; True if it copies between the host and the device.
 
-        What is neither cannot be done on a device: then the test has mixed up both, as may be on a
-        CPU, and the host does it once the device is done.
+        A device cannot run any other operation on memory of both. On the CPU such a mixture works:
+        it is recorded as work of the host after all work of the device.
         """
         current, host = self._accelerator.current, self._trace.host
         # Single numbers come from anywhere.
@@ -148,10 +148,10 @@ class Booking(TorchDispatchMode):
         writes: bool,
         flight: Flight | None = None,
     ) -> None:
-        """Book an access to all of ``tensor``.
+        """Record an access to all of ``tensor``.
 
         Raises:
-            RaceError: its memory was freed; reading that would end the process.
+            RaceError: the memory was freed; an access would end the process.
         """
         if not _has_memory(tensor):
             return
@@ -162,10 +162,10 @@ class Booking(TorchDispatchMode):
         self._trace.book(block, Access(start, stop, writes, lane, tick, place, flight))
 
     def block_of(self, tensor: Tensor, user: Timeline | None = None) -> Block:
-        """The memory that ``tensor`` lies in; what we saw nobody make is that of its first user.
+        """Return the block of ``tensor``.
 
-        Such is what was there before us, and what a backend makes for itself. Without ``user`` it
-        is that of compute.
+        Memory that is older than the trace, or that a backend allocated, becomes a block of
+        ``user``, its first user; without ``user``, a block of the compute lane.
         """
         storage = tensor.untyped_storage()
         block = self._trace.block_at(storage.data_ptr())
@@ -189,7 +189,7 @@ class Booking(TorchDispatchMode):
 
 
 def is_plain(cls: type) -> bool:
-    """Whether tensors of the class have memory themselves, and not others inside of them."""
+    """Return whether tensors of the class own memory, rather than wrap other tensors."""
     return cls.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
@@ -206,7 +206,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def _touched(
     plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that an operation is called with, and whether it writes them."""
+    """Yield the tensors in the arguments; True for those that the operation writes."""
     for key, value in (*enumerate(args), *kwargs.items()):
         for tensor in _tensors(value):
             if _has_memory(tensor):

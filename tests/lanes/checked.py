@@ -1,4 +1,4 @@
-"""What the pool runs jobs under with ``--lanes``; the session itself imports no more than this."""
+"""Run a job of the pool under a checker, with ``--lanes``; pytest itself imports only this."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Checked:
-    """What a program returned, and how much of it was looked at."""
+    """The result of a program, and the amount of work that was checked."""
 
     result: Any
     figures: Counter[str]
@@ -20,7 +20,7 @@ def checked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Checked:
     """Call ``function`` under a checker.
 
     Raises:
-        RaceError: it has races.
+        RaceError: the program has races.
     """
     from tests.lanes.checker import Checker
 

@@ -1,8 +1,8 @@
-"""Runs a program on real ``StreamLanes`` over a fake accelerator, and tells its races.
+"""Runs a program on real ``StreamLanes`` over a fake accelerator, and reports its races.
 
-What is slipped in: lanes (``make_lanes``), the wire (``comm.wrapped``), storages that are resized
-(``torch.UntypedStorage``), what the host reads (``Tensor.tolist``), and offloading, which a CPU
-does not do by itself. All else is seen by ``Booking``.
+The checker replaces the lanes (``make_lanes``), the wire (``comm.wrapped``), the resizing of
+storages (``torch.UntypedStorage``), reads by the host (``Tensor.tolist``), and offloading, which a
+CPU does not do by itself. ``Booking`` sees everything else.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _SHOWN = 5  # races in an error
 
 
 def current_checker() -> Checker:
-    """That of the program that runs, for its streams and events."""
+    """Return the checker of the running program, for its streams and events."""
     return _current.get()
 
 
 class _Lanes(StreamLanes):
-    """What runs beside a lane runs in the order of its stream, as our wire asks NCCL to."""
+    """Lanes whose collectives run in the order of their stream, as our wire asks of NCCL."""
 
     def wire(self, lane: Lane, comm: comm.Collectives) -> comm.Collectives:
         """See ``StreamLanes.wire``."""
@@ -54,14 +54,14 @@ class _Lanes(StreamLanes):
         return wire
 
     def _new_stream(self) -> Any:
-        """What runs there tells the allocator nothing."""
+        """Return a stream whose work does not call ``record_stream``."""
         stream = super()._new_stream()
         stream.timeline.computes = False
         return stream
 
 
 class Checker:
-    """A trace, and what fills it."""
+    """A trace, and the stand-ins that fill it."""
 
     def __init__(self) -> None:
         self.trace = Trace()
@@ -72,7 +72,7 @@ class Checker:
 
     @property
     def figures(self) -> Counter[str]:
-        """Programs, operations, accesses, storages and lanes that were seen."""
+        """The numbers of programs, operations, accesses, storages and lanes."""
         return self.trace.counts + Counter(programs=1, lanes=len(self.trace.timelines))
 
     def check(self) -> None:
@@ -81,11 +81,11 @@ class Checker:
         if races:
             more = f"\n\n... and {len(races) - _SHOWN} more" if len(races) > _SHOWN else ""
             text = "\n\n".join(races[:_SHOWN])
-            raise RaceError(f"{len(races)} race(s) between lanes\n\n{text}{more}")
+            raise RaceError(f"races between lanes: {len(races)}\n\n{text}{more}")
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """See what the block does."""
+        """Check the work of the block."""
         checks = sys.modules["fullshard.frontend.checks"]
         flat = sys.modules["fullshard.flat.wrapper"]
         checked_offload, as_offload = checks.checked_offload, flat.as_offload
@@ -121,14 +121,14 @@ class Checker:
 
     def _wrap(self, inner: comm.Collectives) -> comm.Collectives:
         group = inner.group
-        if group is None:  # alone: what it does are copies on the lane that is current
+        if group is None:  # alone: its copies run on the current lane
             return inner
         if group not in self._wires:
             self._wires[group] = Timeline(f"wire {len(self._wires) + 1}")
         return TracedWire(inner, self, self._wires[group])
 
     def on_host(self, tensor: Tensor) -> None:
-        """``tensor`` lies in memory of the host from now on, or the tensors inside of it do."""
+        """Mark the memory of ``tensor``, or of the tensors inside it, as memory of the host."""
         self.trace.host.join(self.accelerator.current.clock)  # which waited if it was moved there
         if not is_plain(type(tensor)):
             for value in vars(tensor).values():

@@ -1,31 +1,30 @@
 """Vector clocks: which accesses to memory are ordered, whatever the timing.
 
-A *timeline* does one thing after another: a stream, the communication stream of a process group
-(a *wire*), or the host. It counts what it does in *ticks*, and its *clock* says how far every
-timeline had got, as far as this one knows: ``clock[t] = n`` means that all that ``t`` did up to its
-tick n is over before anything that comes next here. There are four rules, and no others:
+A *timeline* does its work in order: a stream, the communication stream of a process group (a
+*wire*), or the host. A timeline counts its work in *ticks*. Its *clock* holds the ticks of all
+timelines that it has waited for: ``clock[t] = n`` means that the work of ``t`` up to tick n is over
+before the next work of this timeline. There are four rules:
 
     do       the host issues work to a timeline:    clock |= host.clock; clock[self] += 1
     record   an event, or the start of a collective, is a copy of a clock
     wait     for an event, or a collective's end:   clock |= event.clock  (pointwise maximum)
     block    the host waits for an event:           host.clock |= event.clock
 
-An access that ``t`` made at its tick n *happened before* what a timeline does next if
-``clock[t] >= n``; else the two may overlap, though here they ran one after the other. So what is
-proved of one run holds for every timing of it. Errors are
+An access of ``t`` at its tick n *happened before* the next work of a timeline if ``clock[t] >= n``.
+Otherwise the two may overlap on a device, even if they ran one after the other here. So a proof
+from one run holds for every timing. There are four errors:
 
-    a race       two accesses to the same bytes, one of them a write, of which none happened before
-                 the other
-    reuse        memory that was freed goes back to the pool of the timeline that allocated it, as
-                 that of PyTorch's caching allocator does. What this one allocates next may be the
-                 same memory, at once: all accesses to it must have happened before
-    in flight    memory of a collective is written (what it writes: read as well), or freed, by
-                 anybody before somebody waited for the collective
-    freed        an access to memory that is not there
+    race         two accesses to the same bytes, at least one a write, that are not ordered
+    reuse        freed memory returns to the pool of the timeline that allocated it, as in PyTorch's
+                 caching allocator. The next allocation of this timeline may get the memory at once,
+                 so all earlier accesses must have happened before
+    in flight    memory of a collective is freed or written before a wait for the collective;
+                 memory that the collective writes must not be read either
+    freed        an access to freed memory
 
-The host's own memory has no pool: its allocator waits for what was issued. Memory that a
-program, or autograd, uses on several streams of computation is not looked at for reuse: both tell
-the allocator (``record_stream``). What the engine does there is.
+Memory of the host has no pool, because its allocator waits for issued work. Reuse is not checked
+for memory that a program or autograd uses on several compute streams: both call ``record_stream``.
+The engine's accesses are checked.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class RaceError(AssertionError):
 
 
 class Timeline:
-    """Does one thing after another. See the module's docstring."""
+    """A sequence of ordered work. See the module's docstring."""
 
     def __init__(self, name: str, *, computes: bool = False) -> None:
         self.name = name
@@ -61,24 +60,24 @@ class Timeline:
         return self.name
 
     def join(self, clock: Clock) -> None:
-        """Wait: what is done from now on comes after all that ``clock`` knows."""
+        """Order all later work of this timeline after the ticks in ``clock``."""
         for other, tick in clock.items():
             if self.clock.get(other, 0) < tick:
                 self.clock[other] = tick
 
     def tick(self) -> int:
-        """Do something."""
+        """Count one operation, and return its tick."""
         self.clock[self] += 1
         return self.clock[self]
 
     def comes_after(self, access: Access) -> bool:
-        """Whether ``access`` happened before what is done here next."""
+        """Return whether ``access`` happened before the next operation of this timeline."""
         return self.clock.get(access.by, 0) >= access.tick
 
 
 @dataclass(eq=False)
 class Flight:
-    """A collective from its start until somebody waits for it."""
+    """A collective from its start to the first wait for it."""
 
     clock: Clock = field(default_factory=dict)
     is_open: bool = True
@@ -97,7 +96,7 @@ class Access:
     flight: Flight | None = None
 
     def conflicts(self, other: Access) -> bool:
-        """Whether it matters in which order they happen."""
+        """Return whether the two accesses must be ordered."""
         overlap = self.start < other.stop and other.start < self.stop
         is_same = self.flight is not None and self.flight is other.flight  # a gather in place
         return overlap and (self.writes or other.writes) and not is_same
@@ -125,7 +124,7 @@ class Block:
 
 
 class Trace:
-    """All timelines and all memory of one program, and the races that were found in it."""
+    """All timelines and all memory of one program, and the races found in the program."""
 
     def __init__(self) -> None:
         self.host = Timeline("host")
@@ -141,7 +140,7 @@ class Trace:
     # memory
 
     def block_at(self, address: int) -> Block | None:
-        """The block that ``address`` lies in."""
+        """Return the block that contains ``address``."""
         index = bisect.bisect(self._addresses, address) - 1
         if index < 0:
             return None
@@ -156,7 +155,7 @@ class Trace:
     def allocate(
         self, storage: torch.UntypedStorage, lane: Timeline, place: Place, *, on_host: bool
     ) -> Block:
-        """``lane`` was given memory: perhaps what it freed last."""
+        """Record new memory of ``lane``, which may reuse the memory that it freed last."""
         self.collect()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         for number in self._overlapping(address, nbytes):
@@ -167,18 +166,18 @@ class Trace:
         self.counts["storages"] += 1
         if not on_host and place is not BEFORE:
             self._reuse(lane, place)
-            # It is free for what comes after all that ``lane`` was told so far.
+            # Work that is ordered after all work issued to ``lane`` so far may use the memory.
             block.accesses.append(Access(0, nbytes, True, lane, lane.clock[lane], place))
         return block
 
     def free(self, block: Block, place: Place) -> None:
-        """The memory goes back to where it came from."""
+        """Return the memory to the pool it came from."""
         self._retire(block, place)
 
     def collect(self) -> None:
-        """Free what nobody refers to any more.
+        """Free blocks without references.
 
-        Of what only its own lane has touched it does not matter when; that is looked for seldom.
+        Blocks that only their own lane has used can be freed late, so most calls skip them.
         """
         seldom = self.counts["storages"] % 256 == 0
         blocks = self._blocks.values() if seldom else self._shared
@@ -220,7 +219,7 @@ class Trace:
     # accesses
 
     def issue(self, lane: Timeline) -> int:
-        """The host tells ``lane`` to do something."""
+        """Issue one operation of the host to ``lane``, and return its tick."""
         if lane is not self.host:
             lane.join(self.host.clock)
         self.timelines.add(lane)
@@ -228,7 +227,7 @@ class Trace:
         return lane.tick()
 
     def book(self, block: Block, new: Access) -> None:
-        """``new.by`` reads or writes; compare with all that was done before."""
+        """Compare ``new`` with all earlier accesses to ``block``, and record it."""
         kept = []
         for old in block.accesses:
             if old.conflicts(new):
@@ -236,7 +235,7 @@ class Trace:
                 if in_flight or (old.by is not new.by and not new.by.comes_after(old)):
                     self._conflict(block, old, new, in_flight=in_flight)
                 if new.writes and new.start <= old.start and old.stop <= new.stop:
-                    continue  # whoever comes after the new one comes after the old one
+                    continue  # work ordered after the new access is ordered after the old one
             elif old.by is new.by and (old.start, old.stop) == (new.start, new.stop):
                 continue
             kept.append(old)

@@ -56,16 +56,16 @@ class Event:
         self._trace.host.join(self.clock)
 
     def query(self) -> bool:
-        """It is over at once; what a program does because of that is not ordered by it."""
+        """Return True: all work is over at once. The answer orders nothing."""
         return True
 
     def elapsed_time(self, later: Event) -> float:
-        """Nothing takes time here."""
+        """Return 0: nothing takes time here."""
         return 0.0
 
 
 class Accelerator:
-    """What ``StreamLanes`` uses of ``torch.cuda``, and programs with streams of their own."""
+    """The part of ``torch.cuda`` that ``StreamLanes`` and programs with own streams use."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace

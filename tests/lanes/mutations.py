@@ -1,10 +1,10 @@
-"""Takes away each join, wait, mark and event of the source in turn: the checker must notice.
+"""Deletes each join, wait, mark and event of the source in turn: the checker must notice.
 
-    python -m tests.lanes.mutations                 # every one; minutes
-    python -m tests.lanes.mutations engine/unshard  # those of files whose path has this in it
+    python -m tests.lanes.mutations                 # all of them; takes minutes
+    python -m tests.lanes.mutations engine/unshard  # those in files with this in their path
     python -m tests.lanes.mutations --markdown      # as a table
 
-A line that nobody misses is a line too much, or a program that is missing in ``programs.py``.
+If the checker misses no line, the line is not needed, or a program is missing in ``programs``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ TRANSPORTS = frozenset(
         " shared twolevel"
     ).split()
 )
-"""What carries bytes; the checker looks at what is asked of it."""
+"""Files that carry bytes; the checker looks at the calls of them."""
 DRY = frozenset({"comm/dry.py", "device/dry.py"})
-"""Where nothing runs, so that nothing can race."""
+"""Files of dry runs, in which nothing can race."""
 EXEMPT = {
     ("Lanes.wait", "pending.wait()"): "on a CPU",
-    ("Heartbeat.end", "self._thread.join(2 * BEAT_S)"): "a thread that nothing is written by",
+    ("Heartbeat.end", "self._thread.join(2 * BEAT_S)"): "a thread that writes nothing",
     ("Engine.act_all", "self.lanes.join(Lane.COMPUTE, Lane.GATHER)"): "for CUDA graphs",
     ("_Blocked._wait", "self._store.wait(self._keys, timedelta(seconds=_BLOCK_S))"): "of the store",
     ("relative_error", "torch.accelerator.synchronize()"): "measures for people",
@@ -60,7 +60,7 @@ EXEMPT = {
 
 
 class Mutation(NamedTuple):
-    """A statement, and what is put in its place."""
+    """A statement and its replacement."""
 
     path: str  # relative to the package
     line: int
@@ -70,7 +70,7 @@ class Mutation(NamedTuple):
 
 
 def mutations() -> Iterator[Mutation]:
-    """All there are, file by file."""
+    """Yield all mutations, file by file."""
     for folder in FOLDERS:
         for file in sorted((SOURCE / folder).rglob("*.py")):
             path = file.relative_to(SOURCE).as_posix()
@@ -104,7 +104,7 @@ def _statements(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[str, as
 
 
 def _without(statement: ast.stmt) -> str | None:
-    """What is left of a statement that waits for something, or lets others wait."""
+    """Return a waiting or recording statement without its effect; None for other statements."""
     # ``Engine.join`` and the like are methods of classes.
     call = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):

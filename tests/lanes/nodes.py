@@ -1,12 +1,13 @@
-"""On which streams autograd runs backward, as it does on CUDA.
+"""The streams on which autograd runs backward, as on CUDA.
 
-A node runs, hooks and all, on the stream that was current when it was made in forward; one that
-accumulates into a leaf, here, on that of a node before it. A node's stream waits for those of the
-nodes that it gets gradients from, the first one for that of the caller, and the caller's at last
-for those of the leaves. The sum of what several nodes bring
-to one counts as of the last of them, which on CUDA waits for the others. A CPU knows no streams, so
-this is told by the numbers of nodes: what was
-made between two switches of streams belongs to the stream of that time.
+A node and its hooks run on the stream that was current when forward made the node. Here a node that
+accumulates into a leaf runs on the stream of a node before it. The stream of a node waits for the
+streams of the nodes that send it gradients. The first node waits for the stream of the caller. At
+the end the caller's stream waits for the streams of the leaves. A sum of gradients from several
+nodes counts as work of the last of these nodes, which on CUDA waits for the others.
+
+A CPU has no streams. So the sequence numbers of nodes tell the streams: nodes made between two
+switches of streams belong to the stream of that time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def current_node() -> Node | None:
-    """The node that autograd runs in this thread; None: no backward, or its end."""
+    """Return the node that autograd runs in this thread; None outside of nodes."""
     return torch._C._current_autograd_node()
 
 
@@ -37,17 +38,17 @@ class _Task:
     outer: Node | None
     """The node that called it."""
     arriving: dict[int, tuple[Node, Clock]] = field(default_factory=dict)
-    """What nodes that have yet to run wait for, by their address."""
+    """The clocks that nodes which have yet to run wait for, by the address of the node."""
     leaves: dict[int, Stream] = field(default_factory=dict)
     start: Clock = field(init=False)
-    """What the first nodes wait for."""
+    """The clock that the first nodes wait for."""
 
     def __post_init__(self) -> None:
         self.start = dict(self.caller.timeline.clock)
 
 
 class Backward:
-    """Knows the streams of nodes, and orders these as autograd does."""
+    """The streams of nodes, ordered as autograd orders them."""
 
     def __init__(self, default: Stream) -> None:
         self._firsts: list[int] = [0]

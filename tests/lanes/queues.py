@@ -201,7 +201,7 @@ def inputs_elsewhere() -> None:
 
 @program
 def outputs_elsewhere_alone() -> None:
-    """A backward that comes only by what was moved away."""
+    """The backward reaches the model only through an output that was moved to another device."""
     model = sharded()
     _, total = model(batch())
     total.to("cpu").backward()
@@ -211,7 +211,7 @@ def outputs_elsewhere_alone() -> None:
 
 @program
 def a_function_elsewhere_that_reads() -> None:
-    """The other thread reads a parameter of block 1 when backward has left that."""
+    """The other thread reads a parameter of block 1 after backward has left the block."""
     model = sharded()
     left = threading.Event()
     model.blocks[1].reads = lambda: awaited(left)
@@ -228,14 +228,14 @@ def a_function_elsewhere_that_reads() -> None:
 
 
 class Heard:
-    """Which thread raised which trigger."""
+    """The triggers, each with the thread that raised it."""
 
     def __init__(self) -> None:
         self.told: list[tuple[type, int]] = []
         self.died = threading.Event()
 
     def record(self, event: Event) -> None:
-        """Take note."""
+        """Record the trigger and the thread."""
         self.told.append((type(event.trigger), threading.get_ident()))
         if type(event.trigger) is when.TaskDied:
             self.died.set()

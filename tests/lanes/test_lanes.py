@@ -315,7 +315,7 @@ class Block(nn.Linear):
 def test_gathers_do_not_wait_for_the_unit_before(
     layout: fullshard.PerParameter | fullshard.Ragged,
 ) -> None:
-    """Whether its place was learned, as in the second forward, or not."""
+    """A gather starts early in the first forward, and in the second, when the order is known."""
     checker = Checker()
     compute = checker.accelerator.current
     known: list[int] = []  # of each gather: how far compute must have got before it begins

@@ -36,7 +36,7 @@ class TracedWire(Wrapper):
             return traced.with_(super().all_gather(outputs, sources))
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """May overwrite its source; a result of another dtype is cast by who waits."""
+        """Reduce; the source may be overwritten, and the wait casts a result of another dtype."""
         casts = output.dtype != source.dtype
         traced = self._start(reads=(), writes=[source] if casts else [source, output])
         with self.checker.booking.suspended():

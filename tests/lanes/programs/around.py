@@ -38,7 +38,7 @@ from tests.ranks.net import batch, make, optimizer_of
 
 @script
 def read_by_the_host(model: Any) -> None:
-    """What a step wrote is copied to the host, as a save beside the training does, and read."""
+    """Weights of a step are copied to the host, as in an asynchronous save, and read there."""
     checker = current_checker()
     optimizer = optimizer_of(model)
     own = [
@@ -130,7 +130,7 @@ def loans_of_replicas() -> float:
 
 
 class Work:
-    """What runs on a stream of the user's own, until somebody waits for it."""
+    """Pending work on a stream of the user."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

@@ -1,7 +1,7 @@
-"""What programs have in common.
+"""Shared by the programs.
 
-Each trains a model sharded and unsharded, on batches that are the same on all ranks, and returns
-how far apart the parameters end.
+Each program trains a model sharded and unsharded, on the same batches on all ranks, and returns the
+largest difference of the parameters at the end.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Branches(nn.Module):
 
 
 def other(stream: Any) -> AbstractContextManager[Any]:
-    """On ``stream``, after what is issued where we are."""
+    """Return a context in which ``stream`` is current, after all work of the current stream."""
     if stream is None:
         return nullcontext()
     accelerator = current_checker().accelerator

@@ -202,7 +202,7 @@ def extensions_alone() -> float:
 
 
 class Refusing(Halves):
-    """Cannot make anything of what was gathered."""
+    """A tensor whose hook raises after the gather."""
 
     def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse."""
@@ -211,7 +211,7 @@ class Refusing(Halves):
 
 @program()
 def an_extension_that_refuses() -> float:
-    """The memory of a gather that nobody has waited for is given back."""
+    """The memory of a gather without a wait is freed."""
     for _ in range(40):
         layer = nn.Linear(8, 8, bias=False, dtype=torch.float64)
         layer.weight = nn.Parameter(Refusing(layer.weight.detach()))
@@ -224,7 +224,7 @@ def an_extension_that_refuses() -> float:
 
 @program()
 def absent_gradients() -> float:
-    """Added to gradients that are there; which of them other ranks have is asked at the end."""
+    """Gradients are accumulated while some are absent; ranks compare presence at the end."""
     plain = nn.ModuleList(Experts() for _ in range(3)).double()
     model: Any = copy.deepcopy(plain)
     for unit in model:
