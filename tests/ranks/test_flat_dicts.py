@@ -22,25 +22,17 @@ from fullshard import (
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.compat import patch_torch
 from fullshard.errors import ConfigError, ProtocolError
+from tests.kit.flat import originals, step, wrap
 from tests.ranks.net import Net, batch, make
 from tests.ranks.pool import on_ranks
 
-originals = pytest.mark.parametrize("original", [True, False], ids=["originals", "flat"])
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 EXACT = 1e-12
 
 
-def wrapped(original: bool, plain: nn.Module | None = None, **options: Any) -> Any:
-    model: Any = copy.deepcopy(plain) if plain is not None else make()
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = FSDP(block, use_orig_params=original, **options)
-    return FSDP(model, use_orig_params=original, **options)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
-    model(batch(number)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def wrapped(original: bool, plain: Net | None = None, **options: Any) -> Any:
+    model = copy.deepcopy(plain) if plain is not None else make()
+    return wrap(model, use_orig_params=original, **options)
 
 
 def whole(value: Any) -> Any:
@@ -108,7 +100,7 @@ def test_wrappers_of_activation_checkpoints_are_seen_through(original: bool) -> 
                 same_weights(loading, plain)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (saving, plain)]
     for one, optimizer in zip((saving, plain), optimizers, strict=True):
-        train(one, optimizer)
+        step(one, optimizer)
     same_weights(saving, plain)
 
 
@@ -120,8 +112,8 @@ def pair(original: bool, *, is_reversed: bool = False) -> tuple[Any, Any, Net, A
     ours = torch.optim.AdamW(params[::-1] if is_reversed else params, lr=1e-2)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for number in range(2):
-        train(model, ours, number)
-        train(plain, theirs, number)
+        step(model, ours, number)
+        step(plain, theirs, number)
     return model, ours, plain, theirs
 
 
@@ -153,7 +145,7 @@ def test_ranks_without_the_same_parameters_are_told() -> None:
     params = list(model.parameters())
     last = dist.get_rank() == dist.get_world_size() - 1
     optimizer = torch.optim.AdamW(params[:-1] if last else params, lr=1e-2)
-    train(model, optimizer)
+    step(model, optimizer)
     for kind in (FULL, SHARDED):
         with FSDP.state_dict_type(model, kind):
             with pytest.raises(ConfigError, match="ranks have different optimizer state") as raised:
@@ -161,7 +153,7 @@ def test_ranks_without_the_same_parameters_are_told() -> None:
             assert isinstance(raised.value, RuntimeError)
             assert "rank 2 lacks step of head.bias, exp_avg of head.bias" in str(raised.value)
     everywhere = torch.optim.AdamW(params, lr=1e-2)
-    train(model, everywhere)
+    step(model, everywhere)
     state = FSDP.full_optim_state_dict(model, everywhere)
     with pytest.raises(ConfigError, match="ranks have different optimizer state"):
         FSDP.scatter_full_optim_state_dict(state, model, optim=optimizer)
@@ -345,7 +337,7 @@ def test_pytorchs_state_dict_functions_know_our_wrapper(original: bool) -> None:
             reader.set_model_state_dict(other, weights, options=options)
             reader.set_optimizer_state_dict(other, second, state, options=options)
             for one, optimizer in ((plain, theirs), (other, second)):
-                train(one, optimizer, 7)
+                step(one, optimizer, 7)
             same_weights(other, plain)
             if spread:
                 reader._patch_model_state_dict(other, options=options)

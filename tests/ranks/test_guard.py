@@ -18,6 +18,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel
 from fullshard.errors import ArgumentTypeError, ConfigError, NonFiniteError
 from fullshard.optim import ShardedGradScaler, ShardedOptimizer, StepGuard, clip_grad_norm_
+from tests.kit.flat import wrap
 from tests.ranks.models import Counted, heard
 from tests.ranks.net import Net, batch, make, shard
 from tests.ranks.pool import RankPool, on_ranks
@@ -33,10 +34,7 @@ def sharded(face: str) -> Any:
     if face == "offload":
         return shard(model, offload_policy=fullshard.CPUOffloadPolicy(pin_memory=False))
     if face in ("flat", "originals"):
-        options: dict[str, Any] = {"use_orig_params": face == "originals"}
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = FullyShardedDataParallel(block, **options)
-        return FullyShardedDataParallel(model, **options)
+        return wrap(model, use_orig_params=face == "originals")
     if face == "tensor-parallel":
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
         plan = {"plain.0": ColwiseParallel(output_layouts=Replicate())}

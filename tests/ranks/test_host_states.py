@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 
-from fullshard import FullyShardedDataParallel, PerParameter, Ragged, checkpoint, fully_shard
+from fullshard import PerParameter, Ragged, checkpoint, fully_shard
 from fullshard.optim import ShardedGradScaler, ShardedOptimizer, StepGuard, clip_grad_norm_
 from fullshard.optim import host as hosting
 from fullshard.optim.host import HostCopies
@@ -25,6 +25,7 @@ from tests.kit import (
     sharded_optimizer,
     sharded_optimizer_state,
 )
+from tests.kit.flat import wrap
 from tests.kit.sharded_optimizer import OPTIMIZERS, both_layouts, trains
 from tests.ranks.models import full_parameters
 from tests.ranks.net import batch, make, shard
@@ -190,11 +191,7 @@ def sharded(face: str) -> Any:
         return shard(
             make(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
         )
-    model: Any = make()
-    options = {"use_orig_params": face == "originals"}
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = FullyShardedDataParallel(block, **options)
-    return FullyShardedDataParallel(model, **options)
+    return wrap(make(), use_orig_params=face == "originals")
 
 
 def same_as_without(face: str) -> float:
