@@ -16,9 +16,6 @@ from tests.ranks.models import GPT, OddModel, fill, full_parameters, ids, shard_
 STEPS = 5
 
 
-PER_PARAM = fullshard.PerParameter()
-
-
 def make(kind: str, dtype: torch.dtype) -> nn.Module:
     model = GPT() if kind == "gpt" else OddModel()
     return fill(model.to(dtype))
@@ -28,7 +25,9 @@ def vocab(kind: str) -> int:
     return 53 if kind == "gpt" else 13
 
 
-def shard(model: nn.Module, reshard: bool | None, fully_shard: Any = fullshard.fully_shard) -> None:
+def shard(
+    model: nn.Module, reshard: bool | int | None, fully_shard: Any = fullshard.fully_shard
+) -> None:
     inner = model.blocks if isinstance(model, GPT) else [model.first, model.back]
     shard_units(model, inner, by=fully_shard, reshard_after_forward=reshard)
 
@@ -77,18 +76,26 @@ def use_checkpoints(model: nn.Module, reentrant: bool) -> None:
         model.run_block = lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
 
 
-def compare(kind: str, dtype: torch.dtype, reshard: bool | None, **options: Any) -> dict[str, Any]:
+def compare(
+    kind: str,
+    dtype: torch.dtype,
+    reshard: bool | int | None,
+    *,
+    accumulate: int = 1,
+    sync_always: bool = False,
+    reentrant: bool | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """On one rank: the largest difference of losses and of parameters."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    accumulate = options.get("accumulate", 1)
     steps = batches(kind, world, accumulate)
     plain = make(kind, dtype)
     expected, expected_params = train(plain, steps, 0, 1)
     model = make(kind, dtype)
-    shard(model, reshard, partial(fullshard.fully_shard, layout=options.get("layout", PER_PARAM)))
-    if "reentrant" in options:
-        use_checkpoints(model, options["reentrant"])
-    losses, params = train(model, steps, rank, world, options.get("sync_always", False))
+    shard(model, reshard, partial(fullshard.fully_shard, **options))
+    if reentrant is not None:
+        use_checkpoints(model, reentrant)
+    losses, params = train(model, steps, rank, world, sync_always)
     return {
         "loss": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
         "param": max((params[n] - expected_params[n]).abs().max().item() for n in params),

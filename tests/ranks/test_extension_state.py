@@ -19,7 +19,7 @@ from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fullshard._torch import autograd as _autograd
 from fullshard.errors import ExtensionError
 from fullshard.tensors import local_part
-from tests.kit.extensions import EXACT, held, put_on, worst
+from tests.kit.extensions import EXACT, held, put_on, worst, wrapped
 from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
 from tests.ranks.pool import RankPool, on_ranks
 
@@ -92,13 +92,6 @@ class Weight(Scaled):
         return None
 
 
-def weighted(cls: Any = Weight) -> Net:
-    model = make()
-    for module in (*model.blocks, model.plain[0], model.head):
-        module.weight = nn.Parameter(cls(module.weight.detach()))
-    return model
-
-
 def weights_of(model: Net) -> list[Tensor]:
     return [m.weight for m in (*model.blocks, model.plain[0], model.head)]
 
@@ -111,7 +104,7 @@ def double(model: Net) -> None:
 
 
 def sees_new_scales(how: str) -> float:
-    plain, model = make(), weighted()
+    plain, model = make(), wrapped(Weight)
     options: dict[str, Any] = {
         "kept unsharded": {"reshard_after_forward": False},
         "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
@@ -125,6 +118,7 @@ def sees_new_scales(how: str) -> float:
             for block in one.blocks:
                 block.forward = _checkpointed(block.forward)
     found = 0.0
+    Weight.outs.clear()
     optimizers = [optimizer_of(plain), optimizer_of(model)]
     for number in range(4):
         for one, optimizer in zip((plain, model), optimizers, strict=True):
@@ -133,6 +127,7 @@ def sees_new_scales(how: str) -> float:
         with torch.no_grad():
             x = batch(number)
             found = max(found, (plain(x) - model(x)).abs().max().item())
+    assert Weight.outs  # the gathers after the first wrote on what modules show
     return found
 
 
@@ -162,27 +157,11 @@ def test_what_hooks_write_on_out_is_seen(pool: RankPool, world: int, how: str) -
     assert max(pool.run(world, sees_new_scales, how)) < EXACT
 
 
-@on_ranks(1, 2)
-def test_out_is_what_modules_show() -> None:
-    """Three weights in two units; the first gather makes them."""
-    model: Any = shard(weighted())
-    num_outs = 0
-    for _ in range(3):
-        for module in (model.blocks[0], model):
-            Weight.outs.clear()
-            module.unshard()
-            shown = weights_of(model)
-            module.reshard()
-            assert all(any(out is one for one in shown) for out in Weight.outs)
-            num_outs += len(Weight.outs)
-    assert num_outs == 6
-
-
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("how", ["sharded", "offloaded", "copied", "a neighbour was replaced"])
 def test_what_is_put_on_a_piece(how: str) -> None:
     """On ranks with padding and on those without rows as well."""
-    model: Any = weighted()
+    model: Any = wrapped(Weight)
     offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     shard(model, **(offloaded if how == "offloaded" else {}))
     given = [0.5, 2.0, 4.0, 8.0]
@@ -219,7 +198,7 @@ class Replacing(Weight):
 
 @on_ranks(1, 2, 3, 4)
 def test_replaces_what_is_inside(world: int) -> None:
-    plain, model = make(), shard(weighted(Replacing))
+    plain, model = make(), shard(wrapped(Replacing))
     values = dict(plain.named_parameters())
     rank, world = dist.get_rank(), dist.get_world_size()
     with torch.no_grad():
@@ -248,7 +227,7 @@ class Counting(Weight):
 
 @on_ranks(1, 2, 3, 4)
 def test_what_hooks_put_on_themselves() -> None:
-    plain, model = make(), shard(weighted(Counting))
+    plain, model = make(), shard(wrapped(Counting))
     for _ in range(3):
         with torch.no_grad():
             assert (model(batch()) - plain(batch())).abs().max() < EXACT
@@ -324,7 +303,7 @@ def test_what_was_sent_is_dropped(offload: bool, put: bool) -> None:
     Keeping.sent.clear()
     policy = MixedPrecisionPolicy(param_dtype=torch.float32)
     offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-    model: Any = make() if put else weighted(Keeping)
+    model: Any = make() if put else wrapped(Keeping)
     shard(model, mp_policy=policy, **(offloaded if offload else {}))
     if put:
         put_on(model.blocks[0].weight, _cast_and_kept, _taken)
@@ -383,7 +362,7 @@ def worst_inside(model: nn.Module, plain: nn.Module) -> float:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_releases_what_was_gathered(world: int, reshard: bool) -> None:
     plain = make()
-    model: Any = shard(weighted(Released), reshard_after_forward=reshard)
+    model: Any = shard(wrapped(Released), reshard_after_forward=reshard)
     optimizers = [optimizer_of(plain), optimizer_of(model)]
     for number in range(3):
         for one, optimizer in zip((plain, model), optimizers, strict=True):
@@ -393,7 +372,7 @@ def test_releases_what_was_gathered(world: int, reshard: bool) -> None:
     model.blocks[0].reshard()
     model.blocks[1].reshard()
     assert held(model) == 0
-    other: Any = shard(weighted(Weight))  # which is in the memory of what was gathered
+    other: Any = shard(wrapped(Weight))  # which is in the memory of what was gathered
     other.blocks[0].unshard()
     for _ in range(2):
         model.blocks[0].unshard()
@@ -463,7 +442,7 @@ def test_rows_of_padding(rows: int) -> None:
 
 
 def made_in_inference_mode() -> float:
-    plain, model = make(), shard(weighted(), reshard_after_forward=False)
+    plain, model = make(), shard(wrapped(Weight), reshard_after_forward=False)
     with torch.inference_mode():
         model(batch())
     for one in (plain, model):

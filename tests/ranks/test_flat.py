@@ -13,7 +13,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, iter_full_params
 from tests.kit.flat import clean, wrap
 from tests.ranks.net import batch, make
-from tests.ranks.pool import RankPool, on_ranks
+from tests.ranks.pool import on_ranks
 
 originals = pytest.mark.parametrize("original", [True, False], ids=["originals", "flat"])
 EXACT = 1e-12
@@ -53,43 +53,6 @@ def test_trains_as_the_unsharded_model(original: bool, strategy: str) -> None:
                 one(batch(number))
     assert torch.allclose(model(batch()), plain(batch()), rtol=0, atol=EXACT)
     assert apart(model, plain) < EXACT
-
-
-def shows(original: bool) -> list[tuple[str, tuple[int, ...]]]:
-    plain = make()
-    before = {id(p) for p in plain.parameters()}
-    model = wrap(plain, use_orig_params=original)
-    if original:
-        assert {id(p) for p in model.parameters()} == before
-    with FSDP.summon_full_params(model):
-        full = {name: p.shape for name, p in model.named_parameters()}
-        assert {clean(name): shape for name, shape in full.items()} == {
-            name: p.shape for name, p in make().named_parameters()
-        }
-        with torch.no_grad():
-            model.module.scale.add_(1)
-    assert (
-        next(t for n, t in iter_full_params(model) if clean(n) == "scale")
-        .eq(make().scale + 1)
-        .all()
-    )
-    return [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-
-
-@originals
-def test_what_is_shown(pool: RankPool, original: bool) -> None:
-    first, second = pool.run(2, shows, original)
-    if original:
-        assert [name for name, _ in first] == [name for name, _ in second]
-    else:
-        inner = "_fsdp_wrapped_module."
-        assert [name for name, _ in first] == [
-            f"{inner}_flat_param",
-            f"{inner}blocks.0.{inner}_flat_param",
-            f"{inner}blocks.1.{inner}_flat_param",
-        ]
-        # 6 + 49 + 40 and 42 elements over two ranks
-        assert [shape for _, shape in first] == [(48,), (21,), (21,)]
 
 
 @on_ranks(2)

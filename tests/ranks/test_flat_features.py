@@ -271,29 +271,3 @@ def test_another_memory_format_trains_alike(pool: RankPool) -> None:
         for told, distance in pool.run(2, convolved, original):
             assert distance < EXACT
             assert len(told) == 1 and "Conv2d.weight" in told[0]
-
-
-# order
-
-
-class Swapped(Stack):
-    swaps = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in reversed(self.blocks) if self.swaps else self.blocks:
-            x = block(x)
-        return x
-
-
-def order() -> str:
-    plain = Swapped()
-    model = wrap(ours, plain, "nested", use_orig_params=True)
-    plain.swaps = dist.get_rank() == 1
-    with pytest.raises(RuntimeError) as error:
-        model(noise(1, 6, dtype=torch.float32))
-    return str(error.value)
-
-
-def test_order_is_checked_by_name(pool: RankPool) -> None:
-    for message in pool.run(2, order):
-        assert "blocks.0" in message and "blocks.1" in message and "rank 1" in message

@@ -97,6 +97,12 @@ def _summon(module: nn.Module) -> None:
         pass
 
 
+def _whole_for_a_piece() -> None:
+    model = FSDP(nn.Linear(5, 5), use_orig_params=True)
+    model.module.weight = nn.Parameter(torch.ones(6, 6))
+    _summon(model)
+
+
 def _mixed_frozen() -> None:
     model = nn.Linear(3, 3)
     model.bias.requires_grad_(False)
@@ -223,6 +229,11 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "lends the full parameters",
     ),
     "summon inside of a forward": (_summon_in_forward, RuntimeError, "in the middle of a forward"),
+    "a whole parameter in place of a piece": (
+        _whole_for_a_piece,
+        RuntimeError,
+        "Cannot writeback",
+    ),
     "unknown strategy": (
         lambda: FSDP(Block(), sharding_strategy="FULL"),  # type: ignore[arg-type]
         ValueError,
@@ -254,19 +265,6 @@ def test_what_cannot_work_is_refused() -> None:
             if not isinstance(error, kind) or words not in str(error):
                 wrong[name] = f"{type(error).__mro__}: {error}"
     assert wrong == {}
-
-
-@on_ranks(2)
-def test_a_whole_parameter_is_no_piece() -> None:
-    """Raised on every rank, also where the piece is empty."""
-    model = FSDP(nn.Linear(5, 5), use_orig_params=True)
-    model.module.weight = nn.Parameter(torch.ones(6, 6))
-    with (
-        pytest.raises(RuntimeError, match="Cannot writeback"),
-        FSDP.summon_full_params(model),
-    ):
-        pass
-    assert True
 
 
 @on_ranks(2)
@@ -377,7 +375,6 @@ def test_a_hook_is_refused_on_copies_that_are_shared() -> None:
     model = FSDP(Block(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     with pytest.raises(AssertionError, match="hybrid"):
         model.register_comm_hook(None, print)
-    assert True
 
 
 @on_ranks(3)

@@ -233,8 +233,11 @@ def test_the_kind_of_state_dicts() -> None:
     assert FSDP.get_state_dict_type(nn.Linear(2, 2)) is None
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     FSDP.set_state_dict_type(model, FULL)
-    with pytest.raises(ConfigError, match='"state"'):
-        FSDP.optim_state_dict_to_load(model, optimizer, {})
+    state = FSDP.optim_state_dict(model, optimizer)
+    given = state if torch.distributed.get_rank() == 0 else {}
+    with pytest.raises(ConfigError, match='a dictionary without "state"'):  # on all ranks
+        FSDP.optim_state_dict_to_load(model, optimizer, given)
+    FSDP.optim_state_dict_to_load(model, optimizer, state)
 
 
 @on_ranks(2)

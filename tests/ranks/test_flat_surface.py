@@ -28,7 +28,10 @@ PRECISION_FIELDS = list(theirs.MixedPrecision.__dataclass_fields__)
 def shown(kit: ModuleType) -> Seen:
     seen: Seen = {}
     for original in (True, False):
-        model = wrap(kit, make(torch.float64), "nested", use_orig_params=original)
+        plain = make(torch.float64)
+        before = {id(param): param for param in plain.parameters()}
+        model = wrap(kit, plain, "nested", use_orig_params=original)
+        seen[f"kept {original}"] = [id(param) in before for param in model.parameters()]
         seen[f"names {original}"] = [n for n, _ in model.named_parameters()]
         seen[f"buffers {original}"] = [n for n, _ in model.named_buffers()]
         seen[f"shapes {original}"] = [tuple(p.shape) for p in model.parameters()]

@@ -173,6 +173,7 @@ SCENARIOS: dict[str, list[Pass]] = {
     "frozen while pending": [("no sync", ("",)), ("no sync", (".a.", "head")), ("sync", (".b.",))],
     "all of a block frozen while pending": [("no sync", ("",)), ("sync", ("head",))],
     "unfrozen while pending": [("no sync", (".a.",)), ("sync", ("",)), ("sync", (".b.",))],
+    "never frozen": [("partial", ("",)), ("partial", ("",)), ("sync", ("",))],
     "frozen while partial": [("partial", ("",)), ("partial", (".a.",)), ("sync", ("layer",))],
     "unfrozen while partial": [("partial", (".b.",)), ("partial", ("",)), ("sync", (".a.",))],
     "others while partial": [("partial", (".b.",)), ("sync", (".a.", "narrow"))],

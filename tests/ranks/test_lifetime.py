@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ranks.autograd import engine_of
 from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
-from tests.ranks.pool import RankPool, on_ranks
+from tests.ranks.pool import on_ranks
 
 
 def sharded_only(model: Net) -> object:
@@ -71,7 +70,7 @@ def test_a_deleted_model_is_gone(deed: Callable[[Net], Any]) -> None:
     model = shard(make())
     kept = deed(model)
     unit = engine_of(model).units[0]
-    watched = [model, model.blocks[0], engine_of(model), unit, *unit.buckets]
+    watched: list[Any] = [*model.modules(), engine_of(model), unit, *unit.buckets]
     watched += [*model.parameters(), *unit.unsharded_params()]
     references = [weakref.ref(one) for one in watched]
     del model, unit, watched
@@ -93,16 +92,3 @@ def test_a_destroyed_group_is_gone() -> None:
     gc.collect()
     alive = [reference() is not None for reference in references]
     assert not any(alive[1:]), alive  # DTensor's caches keep the first mesh that they meet
-
-
-def modules_are_freed() -> int:
-    """Not one by one: a loop that makes models, as a search for sizes does."""
-    for _ in range(5):
-        one_step(shard(make()))
-    gc.collect()
-    return sum(issubclass(type(one), nn.Module) for one in gc.get_objects())
-
-
-def test_models_in_a_loop_do_not_pile_up(pool: RankPool) -> None:
-    once = pool.run(2, modules_are_freed)
-    assert pool.run(2, modules_are_freed) == once

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard import FullyShardedDataParallel, Ragged, StateDictType, checkpoint
+from fullshard import Ragged, checkpoint
 from fullshard.checkpoint import Checkpointer, load_newest
 from fullshard.errors import ConfigError
 from tests.ranks.models import full_parameters
@@ -66,25 +66,6 @@ def test_all_ranks_raise_if_some_have_no_state(pool: RankPool, what: str) -> Non
         assert "broadcast_from_rank0 is True on rank 0 and False on the others" in said[2]
     assert first[0].startswith("rank 1: ")
     assert first[0].removeprefix("rank 1: ") == second[0]
-
-
-def wrapped_on_the_first_alone() -> str:
-    model = FullyShardedDataParallel(make(), device_id="cpu")
-    optimizer = optimizer_of(model)
-    step(model, optimizer)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-        given = state if dist.get_rank() == 0 else {}
-        with pytest.raises(ValueError) as caught:
-            FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, given)
-        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
-    return str(caught.value)
-
-
-def test_wrappers_raise_on_all_ranks_if_some_have_no_state(pool: RankPool) -> None:
-    first, second = pool.run(2, wrapped_on_the_first_alone)
-    assert 'a dictionary without "state"' in first
-    assert 'a dictionary without "state"' in second
 
 
 def options_of_the_second_rank(path: Path, **options: Any) -> tuple[str, bool]:

@@ -22,7 +22,7 @@ from fullshard._torch import collectives as _collectives
 from fullshard.comm.c10d import Transport
 from fullshard.frontend.ownership import unit_of
 from fullshard.tensors import RaggedShard
-from tests.kit.parity import batches, check, make, shard, train, vocab
+from tests.kit.parity import batches, check, compare, make, shard, train, vocab
 from tests.ranks.models import GPT, fill, full_parameters, ids, refusal, shard_units
 from tests.ranks.pool import RankPool, on_ranks
 from tests.recording import recordings
@@ -36,36 +36,9 @@ def mesh_of(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def compare(
-    shape: tuple[int, ...], kind: str, dtype: torch.dtype, reshard: Any, **options: Any
-) -> dict[str, Any]:
+def on_mesh(shape: tuple[int, ...], kind: str, reshard: Any, **options: Any) -> dict[str, Any]:
     """On one rank: the largest differences from the unsharded model."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    partial_until_last = options.pop("partial_until_last", False)
-    accumulate = options.pop("accumulate", 1)
-    steps = batches(kind, world, accumulate)
-    expected, expected_params = train(make(kind, dtype), steps, 0, 1)
-    model = make(kind, dtype)
-    shard(model, reshard, partial(fullshard.fully_shard, mesh=mesh_of(*shape), **options))
-    if partial_until_last:
-        keep_partial_until_last(model, accumulate)
-    losses, params = train(model, steps, rank, world, sync_always=True)
-    return {
-        "loss": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
-        "param": max((params[n] - expected_params[n]).abs().max().item() for n in params),
-        "fell": losses[-1] < losses[0],
-    }
-
-
-def keep_partial_until_last(model: Any, accumulate: int) -> None:
-    """Every forward says for its backward whether replicas are reduced."""
-    number = [0]
-
-    def before(*_: Any) -> None:
-        number[0] += 1
-        model.set_requires_all_reduce(number[0] % accumulate == 0)
-
-    model.register_forward_pre_hook(before)
+    return compare(kind, torch.float64, reshard, sync_always=True, mesh=mesh_of(*shape), **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
@@ -74,48 +47,13 @@ def keep_partial_until_last(model: Any, accumulate: int) -> None:
 def test_replicas_equal_the_unsharded_model(
     pool: RankPool, kind: str, reshard: bool | None, layout: Any
 ) -> None:
-    check(pool.run(4, compare, (2, 2), kind, torch.float64, reshard, layout=layout), 1e-12, 1e-12)
+    check(pool.run(4, on_mesh, (2, 2), kind, reshard, layout=layout), 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1), (3, 1), (1, 3), (4, 1)])
 def test_equal_it_with_one_replica_or_one_shard(pool: RankPool, shape: tuple[int, int]) -> None:
     world = shape[0] * shape[1]
-    check(pool.run(world, compare, shape, "odd", torch.float64, True), 1e-12, 1e-12)
-
-
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
-@pytest.mark.parametrize("kind", ["gpt", "odd"])
-def test_equal_it_with_the_reduction_over_replicas_put_off(
-    pool: RankPool, kind: str, layout: Any
-) -> None:
-    results = pool.run(
-        4,
-        compare,
-        (2, 2),
-        kind,
-        torch.float64,
-        True,
-        accumulate=3,
-        partial_until_last=True,
-        layout=layout,
-    )
-    check(results, 1e-12, 1e-12)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("shape", "reshard"), [((2, 2), None), ((2, 2), False), ((4,), 2)])
-def test_equals_torch(shape: tuple[int, ...], reshard: Any) -> None:
-    from torch.distributed.fsdp import fully_shard as torch_fully_shard
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    steps = batches("gpt", world, 1)
-    found = []
-    for fully_shard in (fullshard.fully_shard, torch_fully_shard):
-        model = make("gpt", torch.float64)
-        shard(model, reshard, partial(fully_shard, mesh=mesh_of(*shape)))
-        found.append(train(model, steps, rank, world, sync_always=True)[1])
-    ours, theirs = found
-    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) <= 1e-12
+    check(pool.run(world, on_mesh, shape, "odd", True), 1e-12, 1e-12)
 
 
 @on_ranks(4)
@@ -269,7 +207,7 @@ def test_gradients_are_divided_once_by_the_factor(
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize("kind", ["gpt", "odd"])
 def test_secondary_shards_equal_the_unsharded_model(pool: RankPool, kind: str, layout: Any) -> None:
-    check(pool.run(4, compare, (4,), kind, torch.float64, 2, layout=layout), 1e-12, 1e-12)
+    check(pool.run(4, on_mesh, (4,), kind, 2, layout=layout), 1e-12, 1e-12)
 
 
 def last_dim(param: nn.Parameter) -> Shard:
@@ -278,8 +216,7 @@ def last_dim(param: nn.Parameter) -> Shard:
 
 def test_secondary_shards_of_what_is_cut_on_other_dims(pool: RankPool) -> None:
     """PyTorch fails here in backward."""
-    results = pool.run(4, compare, (4,), "odd", torch.float64, 2, shard_placement_fn=last_dim)
-    check(results, 1e-12, 1e-12)
+    check(pool.run(4, on_mesh, (4,), "odd", 2, shard_placement_fn=last_dim), 1e-12, 1e-12)
 
 
 @on_ranks(4)
@@ -572,15 +509,20 @@ class TiedEnds(nn.Module):
         return self.head(torch.tanh(self.body(self.embed(tokens))))
 
 
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
 @on_ranks(2, 3)
-def test_a_tied_parameter_that_inner_calls_ignore_is_hoisted(world: int, layout: Any) -> None:
-    """The unit of the head leaves the weight to the root, which stands around it."""
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@pytest.mark.parametrize("ignoring", [("head",), ("embed", "head")], ids="-".join)
+def test_a_tied_parameter_that_inner_calls_ignore_is_the_outer_ones(
+    layout: Any, ignoring: tuple[str, ...]
+) -> None:
+    """The units of one or both ends leave the weight to the root, which stands around them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     steps = batches("odd", world, 1)
     expected = train(fill(TiedEnds().double()), steps, 0, 1)[1]
     model: Any = fill(TiedEnds().double())
-    fullshard.fully_shard(model.head, ignored_params={model.head.weight}, layout=layout)
+    for end in ignoring:
+        part = model.get_submodule(end)
+        fullshard.fully_shard(part, ignored_params={model.head.weight}, layout=layout)
     fullshard.fully_shard(model.body, layout=layout)
     fullshard.fully_shard(model, layout=layout)
     assert model.head.weight is model.embed.weight
@@ -590,30 +532,13 @@ def test_a_tied_parameter_that_inner_calls_ignore_is_hoisted(world: int, layout:
     assert max((found[n] - expected[n]).abs().max().item() for n in expected) <= 1e-12
 
 
-def ignored_by_both(spare: bool) -> tuple[float, bool]:
-    """Both units that hold the weight leave it; ``spare``: the outer call is to leave it too."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    steps = batches("odd", world, 1)
-    expected = train(fill(TiedEnds().double()), steps, 0, 1)[1]
-    model: Any = fill(TiedEnds().double())
+@on_ranks(2)
+def test_a_tied_parameter_that_all_calls_ignore_stays_as_it_was() -> None:
+    model = TiedEnds()
     weight = model.head.weight
-    fullshard.fully_shard(model.embed, ignored_params={weight})
-    fullshard.fully_shard(model.head, ignored_params={weight})
-    fullshard.fully_shard(model, ignored_params={weight} if spare else None)
-    if spare:
-        return 0.0, model.head.weight is weight is model.embed.weight
-    found = train(model, steps, rank, world, sync_always=True)[1]
-    alike = model.head.weight is model.embed.weight and isinstance(model.head.weight, DTensor)
-    return max((found[n] - expected[n]).abs().max().item() for n in expected), alike
-
-
-@pytest.mark.parametrize("spare", [False, True])
-def test_a_tied_parameter_that_all_inner_calls_ignore_is_the_outer_ones(
-    pool: RankPool, spare: bool
-) -> None:
-    for difference, as_wanted in pool.run(2, ignored_by_both, spare):
-        assert difference <= 1e-12
-        assert as_wanted
+    for module in (model.embed, model.head, model):
+        fullshard.fully_shard(module, ignored_params={weight})
+    assert model.head.weight is weight is model.embed.weight
 
 
 @on_ranks(4)

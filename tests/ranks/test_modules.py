@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fullshard import errors, fully_shard
+from fullshard import fully_shard
 from tests.ranks.models import fill, full_parameters, ids, shard_units
 from tests.ranks.pool import RankPool
 from tests.ranks.zoo import ZOO, Specimen
@@ -99,42 +99,6 @@ def test_it_trains_as_it_does_unsharded(pool: RankPool, world: int, kind: str) -
 @pytest.mark.parametrize("kind", ["lstm", "sparse", "tied", "several_dtypes", "empty"])
 def test_it_accumulates_gradients_as_it_does_unsharded(pool: RankPool, kind: str) -> None:
     check(pool.run(2, compare, kind, micro=3), ZOO[kind].tolerance)
-
-
-# tied across units
-
-
-class TiedAcross(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embed(tokens))
-
-
-def compare_tied_across() -> str | dict[str, float]:
-    specimen = Specimen(TiedAcross, ZOO["tied"].data, ["embed"])
-    rank, world = dist.get_rank(), dist.get_world_size()
-    plain = make(specimen)
-    model = copy.deepcopy(plain)
-    expected = train(plain, whole := specimen.data(2 * world))
-    try:
-        shard(model, specimen)
-    except errors.FullshardError as error:
-        return str(error)
-    got = train(model, share(whole, specimen, rank, world))
-    return {n: (got[n] - expected[n]).abs().max().item() for n in got.keys() & {"embed.weight"}}
-
-
-def test_a_tie_across_units_is_refused_or_kept(pool: RankPool) -> None:
-    for result in pool.run(2, compare_tied_across):
-        if isinstance(result, str):
-            assert "weight" in result
-        else:
-            assert max(result.values()) <= 1e-12
 
 
 # transformers
