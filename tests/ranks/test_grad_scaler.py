@@ -416,3 +416,23 @@ def test_alone_on_the_cpu() -> None:
     for value in (2.0, 3, torch.tensor([5.0]), torch.tensor(7.0, dtype=torch.float64)):
         scaler.update(value)
         assert scaler.get_scale() == float(value)
+
+
+@on_ranks(2)
+def test_gradients_in_fp16() -> None:
+    """A model in fp16: what would underflow does not, and fp16 gradients are unscaled."""
+    plain = make().to(torch.float32)
+    model = shard(copy.deepcopy(plain).to(torch.float16))
+    scaler = ShardedGradScaler(init_scale=2.0**10)
+    tiny = 2.0**-20
+    loss = model(batch(0, torch.float16)).float().square().mean() * tiny
+    scaler.scale(loss).backward()
+    plain(batch(0, torch.float32)).square().mean().backward()
+    for name, param in model.named_parameters():
+        got = param.grad.full_tensor().float() * 2.0**10
+        assert torch.allclose(got, plain.get_parameter(name).grad, rtol=0.05, atol=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**10
