@@ -47,18 +47,20 @@ def text_of(config: TrainConfig) -> TokenizedText:
     return load_text_for(choose_architecture(config), config)
 
 
+def trainer_of(config: TrainConfig) -> Trainer:
+    return Trainer(config, text_of(config), World(dist.get_rank(), dist.get_world_size(), CPU))
+
+
 def tuned(config: TrainConfig, until: int, folder: str | None) -> tuple[list[float], float]:
     """The losses of the steps that are left until then, and an evaluation; exported as well."""
-    text = text_of(config)
-    world = World(dist.get_rank(), dist.get_world_size(), CPU)
-    trainer = Trainer(config, text, world)
+    trainer = trainer_of(config)
     first = trainer.resume(RunDir(Path(config.out))) if config.resume else 0
     records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
     trainer.save(until)
     trainer.saves.wait()
     evaluated = trainer.evaluation.run().bits_per_byte
     if folder is not None:
-        export(trainer.model, config, text.tokenizer, world, Path(folder))
+        export(trainer.model, config, text_of(config).tokenizer, trainer.world, Path(folder))
         dist.barrier()
     return [record.loss for record in records], evaluated
 

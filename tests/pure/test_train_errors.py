@@ -95,6 +95,8 @@ OPTIONS = [
     ("--name ..", "--name ..: must be a plain name"),
     ("--seed -1", "--seed is -1, it must be at least 0"),
     ("--out a_file", "--out a_file: cannot be written"),
+    ("--wire int8", "--wire int8: expected some of gather=, reduce="),
+    ("--wire gather=int4", "in 4 bits only gradients"),
     ("surplus", "unexpected extra argument"),
 ]
 DATA = [
@@ -262,16 +264,27 @@ def test_more_workers_than_gpus_are_refused(
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_under_torchrun_the_first_worker_alone_says_that_nproc_does_not_fit(
-    rank: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--nproc 2", "--nproc is 2, but torchrun started 4 workers on this machine"),
+        ("--min-workers 1", "see its --max-restarts: leave --min-workers out"),
+    ],
+)
+def test_under_torchrun_the_first_worker_alone_says_what_does_not_fit(
+    options: str,
+    message: str,
+    rank: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     if rank == "0":
-        message = "--nproc is 2, but torchrun started 4 workers on this machine"
-        assert_refused(folder, "--nproc 2", message, capfd)
+        assert_refused(folder, options, message, capfd)
     else:
-        assert main(["train", "--nproc", "2"]) == 2
+        assert main(["train", *options.split()]) == 2
         assert capfd.readouterr() == ("", "")
 
 

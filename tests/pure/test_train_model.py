@@ -222,6 +222,7 @@ def test_a_configuration_survives_json() -> None:
     config = TrainConfig(data="/x", stop_after=3, dtype=Dtype.BF16, model="10m", lr=1e-3)
     config = dataclasses.replace(config, keep=2, betas="0.9,0.99", lr_schedule=LrSchedule.WSD)
     assert TrainConfig.from_json(config.to_json()) == config
+    assert TrainConfig.from_json('{"dtype": "fp32"}') == TrainConfig()  # by an earlier version
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 from fullshard import checkpoint
 from fullshard.cli import main
 from fullshard.train.config import TrainConfig
-from fullshard.train.run.folder import RunDir, RunLock
+from fullshard.train.run.folder import RunDir
 from tests.ranks.train_shell import (
     LOOPBACK,
     Outcome,
@@ -153,20 +153,6 @@ def test_each_start_of_a_traced_run_has_a_report_beside_its_plan(
         assert shards == plan["rest"]["parameters"]
 
 
-def test_a_traced_run_that_fails_has_a_report_of_what_it_did(
-    shell: Shell, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--data", "text", "--out", "diverged", "--trace", *OPTIONS.split(), "--lr", "1e30"]
-    options += ["--max-skipped", "0"]
-    outcome = shell.train(*options)
-    assert outcome.exitcode == 2 and "are not finite" in outcome.err
-    ranks = [json.loads(path.read_text()) for path in
-             sorted((shell.folder / "diverged/trace").glob("rank-*.json"))]  # fmt: skip
-    assert [one["unfinished"] is not None for one in ranks] == [True, True]
-    steps = report_of(shell.folder / "diverged", capsys)["steps"]["count"]
-    assert 1 <= steps < STEPS
-
-
 def test_a_run_goes_on_in_another_layout_and_on_another_mesh(
     shell: Shell, whole: Outcome, stopped: Outcome
 ) -> None:
@@ -280,17 +266,6 @@ def test_a_refusal_under_torchrun_is_told_once(shell: Shell) -> None:
     assert not (shell.folder / "refused").exists()
 
 
-def test_a_second_job_in_the_folder_is_refused_by_all_its_workers(shell: Shell) -> None:
-    out = shell.folder / "held"
-    out.mkdir()
-    with RunLock(RunDir(out).lock):
-        refused = shell.train("--steps", "2", "--out", "held", program=torchrun(2))
-    assert refused.exitcode != 0
-    ours = [line for line in refused.err.splitlines() if line.startswith("fullshard:")]
-    assert len(ours) == 1 and "a run is being trained in this folder, by process" in ours[0]
-    assert [path.name for path in out.iterdir()] == ["fullshard.lock"]
-
-
 def test_a_failed_worker_ends_the_job_with_its_error_on_top(shell: Shell, stopped: Outcome) -> None:
     run = RunDir(shell.folder / "failing")
     shutil.copytree(shell.folder / "stopped", run.path)
@@ -326,9 +301,12 @@ def test_a_damaged_checkpoint_is_passed_over(shell: Shell, whole: Outcome) -> No
     assert f"rank 1: {name}: bytes " in outcome.err
 
 
-def test_steps_that_are_not_finite_are_skipped_and_too_many_end_the_run(shell: Shell) -> None:
+def test_steps_that_are_not_finite_are_skipped_and_too_many_end_the_run(
+    shell: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end has a trace, too."""
     options = ["--data", "text", "--out", "diverges", *OPTIONS.split(), "--max-skipped", "2"]
-    outcome = shell.train(*options, "--lr", "1e30")
+    outcome = shell.train(*options, "--lr", "1e30", "--trace")
     assert outcome.exitcode == 2
     assert outcome.err.count("step skipped on all ranks") == 2
     assert "parameter(s) are not finite" in outcome.err
@@ -337,3 +315,7 @@ def test_steps_that_are_not_finite_are_skipped_and_too_many_end_the_run(shell: S
     records = shell.metrics("diverges")
     assert [record.get("skipped") for record in records[-3:]] == [None, 1, 2]
     assert "grad_norm" in records[0] and "grad_norm" not in records[-1]
+    traces = sorted((shell.folder / "diverges/trace").glob("rank-*.json"))
+    unfinished = [json.loads(path.read_text())["unfinished"] for path in traces]
+    assert len(unfinished) == 2 and None not in unfinished
+    assert 1 <= report_of(shell.folder / "diverges", capsys)["steps"]["count"] < STEPS

@@ -8,27 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fullshard import checkpoint
 from fullshard.cli import main
-from fullshard.train.architecture import choose_architecture, load_text_for, next_token_logits
+from fullshard.train.architecture import next_token_logits
 from fullshard.train.config import SIZES, SaveDtype, TrainConfig
 from fullshard.train.job.export import export
-from fullshard.train.loop import Trainer
 from fullshard.train.model import GPT
 from fullshard.train.run.folder import RunDir
-from fullshard.train.world import World
 from tests.kit.train_chats import write_chats
 from tests.kit.train_chats import write_tokenizer as write_chat_tokenizer
 from tests.kit.train_init import written
+from tests.kit.train_tuning import text_of, trainer_of
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import Shell
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +37,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(config: TrainConfig, losses: dict[int, float], folder: str | None) -> None:
     """Train steps and save after each, as if it had these held-out losses; export the last."""
-    text = load_text_for(choose_architecture(config), config)
-    world = World(dist.get_rank(), dist.get_world_size(), CPU)
-    trainer = Trainer(config, text, world)
-    if world.is_first:
+    trainer = trainer_of(config)
+    if trainer.world.is_first:
         config.save(RunDir(Path(config.out)).config)
     for step, bits in losses.items():
         trainer.record(trainer.start(step))
@@ -51,7 +46,7 @@ def trained(config: TrainConfig, losses: dict[int, float], folder: str | None) -
         trainer.save(step)
     trainer.saves.wait()
     if folder is not None:
-        export(trainer.model, config, text.tokenizer, world, Path(folder))
+        export(trainer.model, config, text_of(config).tokenizer, trainer.world, Path(folder))
 
 
 def tuning(folder: Path, **options: Any) -> TrainConfig:
@@ -172,7 +167,7 @@ def greedily(config: TrainConfig, text: str, num_tokens: int) -> str:
     """The most likely tokens, by the whole model and nothing else of the command."""
     model = GPT(SIZES["2m"], max_seq=config.seq)
     checkpoint.load(RunDir(Path(config.out)).checkpoint(3), model)
-    read = load_text_for(choose_architecture(config), config)
+    read = text_of(config)
     tokens = [read.end, *read.tokenizer.encode(text).ids]
     start = len(tokens)
     known = read.tokenizer.get_vocab_size()
@@ -232,8 +227,7 @@ def test_what_cannot_be_used_is_told_in_one_line(
 
 def resumed(config: TrainConfig) -> tuple[set[Any], list[float]]:
     """The betas of a run that goes on, and the losses of its next steps."""
-    text = load_text_for(choose_architecture(config), config)
-    trainer = Trainer(config, text, World(dist.get_rank(), dist.get_world_size(), CPU))
+    trainer = trainer_of(config)
     first = trainer.resume(RunDir(Path(config.out)))
     records = [trainer.record(trainer.start(step)) for step in range(first + 1, first + 4)]
     groups = trainer.optimizer.param_groups

@@ -11,21 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from fullshard.errors import ConfigError
-from fullshard.optim import clip_grad_norm_
 from fullshard.tensors import find_tensors
 from fullshard.train.architecture import choose_architecture, load_text_for
-from fullshard.train.config import Dtype, TrainConfig
-from fullshard.train.data.text import RowOrder
+from fullshard.train.config import TrainConfig
 from fullshard.train.job.prepare import prepare
-from fullshard.train.loop import Trainer
-from fullshard.train.optimizer import build_optimizer, learning_rate
-from fullshard.train.run.folder import RunDir
-from fullshard.train.world import World
-from tests.kit.train_init import CONFIGS, VOCAB, write_tokenizer, written
+from tests.kit.train_init import VOCAB, write_tokenizer, written
+from tests.kit.train_tuning import alone, expected_losses, trainer_of, tuned
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import Shell
 
@@ -36,11 +30,6 @@ def config_of(shell: Shell, folder: Path, out: Path, **options: Any) -> TrainCon
     given = {"steps": 4, "batch": 2, "seq": 32, "accumulate": 2, "lr": 1e-3, **options}
     data = str(shell.folder / "text")
     return TrainConfig(model=f"hf:{folder}", init=str(folder), data=data, out=str(out), **given)
-
-
-def trainer_of(config: TrainConfig) -> Trainer:
-    text = load_text_for(choose_architecture(config), config)
-    return Trainer(config, text, World(dist.get_rank(), dist.get_world_size(), CPU))
 
 
 def short_of_memory(config: TrainConfig) -> tuple[list[float], list[int | None]]:
@@ -58,62 +47,18 @@ def short_of_memory(config: TrainConfig) -> tuple[list[float], list[int | None]]
     return [record.loss for record in records], [record.repeated for record in records]
 
 
-def losses(config: TrainConfig, *, until: int) -> tuple[list[float], float]:
-    """Those of the steps that are left until then, with a checkpoint at its end; an evaluation."""
-    trainer = trainer_of(config)
-    first = trainer.resume(RunDir(Path(config.out))) if config.resume else 0
-    records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
-    trainer.save(until)
-    trainer.saves.wait()
-    return [record.loss for record in records], trainer.evaluation.run().bits_per_byte
-
-
-CPU = torch.device("cpu")
-
-
-def expected_losses(config: TrainConfig, num_workers: int) -> list[float]:
-    """What transformers and PyTorch do in one process with the same windows."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(config.init, dtype=torch.float32).train()
-    text = load_text_for(choose_architecture(config), config)
-    optimizer = build_optimizer(model, config)
-    rows = text.train.rows(config.seq)
-    order = RowOrder(len(rows), config.seed, config.batch, config.accumulate, num_workers)
-    found = []
-    for step in range(1, config.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        total = 0.0
-        for rank in range(num_workers):
-            for part in range(config.accumulate):
-                batch = rows.read(order.rows(step=step, microbatch=part, rank=rank))
-                logits = model(torch.from_numpy(batch.tokens)).logits
-                labels = torch.from_numpy(batch.labels).flatten()
-                loss = F.cross_entropy(logits.flatten(0, 1), labels)
-                loss = loss / (config.accumulate * num_workers)
-                loss.backward()
-                total += loss.item()
-        clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(total)
-    return found
-
-
-@pytest.mark.parametrize("kind", list(CONFIGS))
 def test_losses_are_those_of_transformers_in_one_process(
-    pool: RankPool, shell: Shell, tmp_path: Path, kind: str
+    pool: RankPool, shell: Shell, tmp_path: Path
 ) -> None:
-    folder = written(tmp_path, kind)
-    config = config_of(shell, folder, tmp_path / "run")
-    expected = expected_losses(config, 2)
-    found, bits = pool.run(2, losses, config, until=4)[0]
+    """On chats, other models have theirs, too; see ``test_train_tuning``."""
+    config = config_of(shell, written(tmp_path, "qwen3"), tmp_path / "run")
+    expected = expected_losses(config, alone(config), 2)
+    found, bits = pool.run(2, tuned, config, 4, None)[0]
     assert found == pytest.approx(expected, abs=1e-5)
     assert 1 < bits < 20
     half = replace(config, out=str(tmp_path / "half"))
-    first, _ = pool.run(2, losses, half, until=2)[0]
-    rest, _ = pool.run(2, losses, replace(half, resume=True), until=4)[0]
+    first, _ = pool.run(2, tuned, half, 2, None)[0]
+    rest, _ = pool.run(2, tuned, replace(half, resume=True), 4, None)[0]
     assert first + rest == found
 
 
@@ -122,7 +67,7 @@ def test_a_worker_that_runs_out_of_memory_begins_the_step_again_with_the_others(
 ) -> None:
     config = config_of(shell, written(tmp_path, "llama"), tmp_path / "run")
     found, repeated = pool.run(2, short_of_memory, config)[0]
-    assert found == pytest.approx(expected_losses(config, 2), abs=1e-5)
+    assert found == pytest.approx(expected_losses(config, alone(config), 2), abs=1e-5)
     assert repeated == [None, 1, 1, 1]
 
 
@@ -167,18 +112,3 @@ def test_what_cannot_work_is_refused_before_any_worker_starts(shell: Shell, tmp_
     for file in folder.glob("model*"):
         file.unlink()
     refused("there is no .*safetensors in it")
-
-
-def test_the_command_fine_tunes_and_goes_on(shell: Shell, tmp_path: Path) -> None:
-    written(shell.folder, "llama")
-    options = "--data text --steps 6 --batch 2 --seq 32 --lr 0.003 --save-every 3".split()
-    outcome = shell.train("--init", "llama", "--out", "tuned", "--stop-after", "3", *options)
-    assert outcome.exitcode == 0, outcome.err
-    outcome = shell.train("--out", "tuned", "--resume")
-    assert outcome.exitcode == 0, outcome.err
-    records = [record["loss"] for record in shell.metrics("tuned")]
-    assert len(records) == 6 and records[-1] < records[0]
-    assert "a sample of what it writes now:" in outcome.out.splitlines()
-    saved = TrainConfig.load(RunDir(shell.folder / "tuned").config)
-    assert saved.init == str(shell.folder / "llama") and saved.model == f"hf:{saved.init}"
-    assert saved.dtype is Dtype.FP32

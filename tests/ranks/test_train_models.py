@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import TrainConfig
-from fullshard.train.data.text import load_text
 from fullshard.train.evaluation import label_losses
-from fullshard.train.loop import Trainer, build_sharded_model
+from fullshard.train.loop import build_sharded_model
 from fullshard.train.run.folder import RunDir, read_origin
 from fullshard.train.world import World
+from tests.kit.train_tuning import tuned
 from tests.noise import without_noise
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import Shell
@@ -50,11 +50,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 every_model = pytest.mark.parametrize("name", CONFIGS)
-# One start takes as long as many other tests.
-one_model = pytest.mark.parametrize(
-    "name",
-    CONFIGS,
-)
 
 
 def write_config(folder: Path, name: str, **changes: Any) -> Path:
@@ -63,37 +58,23 @@ def write_config(folder: Path, name: str, **changes: Any) -> Path:
     return path
 
 
-@one_model
-def test_the_command_trains_it(shell: Shell, name: str) -> None:
-    write_config(shell.folder, name)
+def test_the_command_trains_one(shell: Shell) -> None:
+    write_config(shell.folder, "mixtral")
     options = "--data text --steps 6 --batch 2 --seq 32 --lr 0.01".split()
-    outcome = shell.train("--model", f"hf:{name}.json", "--out", name, *options)
+    outcome = shell.train("--model", "hf:mixtral.json", "--out", "hub", *options)
     assert outcome.exitcode == 0, outcome.err
     assert without_noise(outcome.err) == ""
-    losses = [record["loss"] for record in shell.metrics(name)]
+    losses = [record["loss"] for record in shell.metrics("hub")]
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.2
-    run = RunDir(shell.folder / name)
+    run = RunDir(shell.folder / "hub")
     info = read_origin(run.checkpoints / "step-000006")
-    assert info.model["model_type"] == name
+    assert info.model["model_type"] == "mixtral"
     assert info.model["vocab_size"] == 300
     assert "a sample of what it writes now:" in outcome.out.splitlines()
 
 
-def losses(config: TrainConfig, *, until: int) -> list[float]:
-    """Those of the steps that are left until then; with a checkpoint at its end."""
-    run = RunDir(Path(config.out))
-    text = load_text(config.data, vocab_size=300)
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    trainer = Trainer(config, text, world)
-    first = trainer.resume(run) if config.resume else 0
-    records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
-    trainer.save(until)
-    trainer.saves.wait()
-    return [record.loss for record in records]
-
-
-@one_model
+@every_model
 def test_a_run_with_dropout_and_recomputation_goes_on_exactly(
     pool: RankPool, shell: Shell, tmp_path: Path, name: str
 ) -> None:
@@ -107,10 +88,10 @@ def test_a_run_with_dropout_and_recomputation_goes_on_exactly(
         seq=32,
         checkpoint_activations=True,
     )
-    whole = pool.run(2, losses, config, until=4)[0]
+    whole = pool.run(2, tuned, config, 4, None)[0][0]
     half = replace(config, out=str(tmp_path / "half"))
-    first = pool.run(2, losses, half, until=2)[0]
-    rest = pool.run(2, losses, replace(half, resume=True), until=4)[0]
+    first = pool.run(2, tuned, half, 2, None)[0][0]
+    rest = pool.run(2, tuned, replace(half, resume=True), 4, None)[0][0]
     assert first + rest == whole
 
 
@@ -127,10 +108,10 @@ def test_a_checkpoint_of_2_workers_goes_on_with_4(
         batch=2,
         seq=32,
     )
-    pool.run(2, losses, config, until=2)
-    expected = pool.run(2, losses, replace(config, resume=True), until=4)[0]
+    pool.run(2, tuned, config, 2, None)
+    expected = pool.run(2, tuned, replace(config, resume=True), 4, None)[0][0]
     shutil.rmtree(RunDir(Path(config.out)).checkpoints / "step-000004")
-    found = pool.run(4, losses, replace(config, resume=True, batch=1), until=4)[0]
+    found = pool.run(4, tuned, replace(config, resume=True, batch=1), 4, None)[0][0]
     assert found == pytest.approx(expected, rel=1e-5)
 
 

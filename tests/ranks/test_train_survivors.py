@@ -13,14 +13,7 @@ import time
 import pytest
 
 from fullshard.train.run.folder import RunDir
-from tests.ranks.train_shell import (
-    LOOPBACK,
-    Outcome,
-    Shell,
-    children_of,
-    listening,
-    torchrun,
-)
+from tests.ranks.train_shell import LOOPBACK, Outcome, Shell, children_of, listening
 
 STEPS = 8
 OPTIONS = f"--data text --steps {STEPS} --batch 2 --seq 32 --save-every 2 --eval-every 8".split()
@@ -99,9 +92,3 @@ def test_too_few_workers_end_the_job(shell: Shell) -> None:
     assert outcome.exitcode != 0
     assert "only 1 rank survives, fewer than min_world=2" in outcome.err
     assert "--resume  goes on from" in outcome.err
-
-
-def test_torchrun_has_its_own_way(shell: Shell) -> None:
-    outcome = shell.train("--min-workers", "1", "--out", "elastic", *OPTIONS, program=torchrun(2))
-    assert outcome.exitcode != 0
-    assert "leave --min-workers out" in outcome.err

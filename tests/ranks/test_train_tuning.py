@@ -25,7 +25,7 @@ from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import Dtype, LayoutName, Quantize, TrainConfig
 from fullshard.train.job.finished import FinishedRun
 from fullshard.train.job.prepare import prepare
-from fullshard.train.loop import Trainer, build_sharded_model
+from fullshard.train.loop import build_sharded_model
 from fullshard.train.optimizer import build_optimizer, learning_rate
 from fullshard.train.run.folder import RunDir
 from fullshard.train.world import World
@@ -33,7 +33,7 @@ from tests.kit.examples import EXAMPLES, TIMEOUT_S
 from tests.kit.train_chats import write_chats
 from tests.kit.train_chats import write_tokenizer as write_chat_tokenizer
 from tests.kit.train_init import CONFIGS
-from tests.kit.train_tuning import CPU, alone, config_of, expected_losses, text_of, tuned
+from tests.kit.train_tuning import alone, config_of, expected_losses, text_of, trainer_of, tuned
 from tests.ranks.pool import RankError, RankPool
 from tests.ranks.train_shell import Shell
 
@@ -228,7 +228,7 @@ def balanced(config: TrainConfig, path: Path) -> list[tuple[float, float]]:
     """The losses of steps, and those of transformers for the same rows, with the same weights."""
     from transformers import AutoModelForCausalLM
 
-    trainer = Trainer(config, text_of(config), World(dist.get_rank(), dist.get_world_size(), CPU))
+    trainer = trainer_of(config)
     theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = build_optimizer(theirs, config)
     feed, found = trainer.feed, []
@@ -308,7 +308,7 @@ class Leaking(nn.Module):
 def leaks(config: TrainConfig, share: float) -> None:
     sharded = fully_shard(Leaking(share), mp_policy=loop.policy_of(config))
     with mock.patch.object(loop, "build_sharded_model", lambda *_: sharded):
-        Trainer(config, text_of(config), World(dist.get_rank(), dist.get_world_size(), CPU))
+        trainer_of(config)
 
 
 @pytest.mark.parametrize("dtype", list(Dtype))
@@ -326,7 +326,7 @@ def test_a_model_that_reads_across_samples_is_refused(
 
 def held(config: TrainConfig) -> dict[str, int]:
     """Bytes that this rank keeps, of frozen parameters and of others."""
-    world = World(dist.get_rank(), dist.get_world_size(), CPU)
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     model = build_sharded_model(config, choose_architecture(config), world)
     kept = {"frozen": 0, "trained": 0}
     for parameter in model.parameters():
@@ -401,7 +401,8 @@ def test_the_command_tunes_on_chats_and_exports(tmp_path: Path) -> None:
     records = [record["loss"] for record in shell.metrics("tuned")]
     assert len(records) == 6 and records[-1] < records[0]
     saved = TrainConfig.load(RunDir(shell.folder / "tuned").config)
-    assert (saved.lora, saved.quantize) == (4, None)
+    assert (saved.lora, saved.quantize, saved.dtype) == (4, None, Dtype.FP32)
+    assert saved.init == str(shell.folder / "llama") and saved.model == f"hf:{saved.init}"
     written = {path.name for path in (shell.folder / "adapters").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= written
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from fullshard.errors import ConfigError
 from fullshard.train.config import TrainConfig
 from tests.ranks.train_shell import Shell
 
@@ -33,16 +31,3 @@ def test_errors_are_in_the_metrics_of_steps_with_an_evaluation(
             assert 0.001 < record["gather_error"] < 0.02
             assert least < record["reduce_error"] < most
     assert "gather_error=" in resumed.out
-
-
-def test_a_wrong_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--wire gather=int4: .*in 4 bits only gradients"):
-        TrainConfig(wire="gather=int4")
-    with pytest.raises(ConfigError, match=r"--wire int8: .*expected some of gather=, reduce="):
-        TrainConfig(wire="int8")
-
-
-def test_configurations_of_before_have_none() -> None:
-    fields = json.loads(TrainConfig().to_json())
-    del fields["wire"]
-    assert TrainConfig.from_json(json.dumps(fields)).wire is None
