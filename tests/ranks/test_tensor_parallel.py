@@ -87,10 +87,15 @@ def whole_of(tensor: Any) -> Tensor:
     return whole.clone()
 
 
-def compare(shape: tuple[int, ...], sizes: dict[str, Any], **options: Any) -> float:
+def compare(
+    shape: tuple[int, ...],
+    sizes: dict[str, Any],
+    *,
+    accumulate: int = 1,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    **options: Any,
+) -> float:
     """The largest difference to the unsharded model; the last mesh dim is tensor-parallel."""
-    accumulate = options.pop("accumulate", 1)
-    make_optimizer = options.pop("make_optimizer", adamw)
     reference = fill(Net(**sizes).double())
     expected = train(reference, 0, 1, accumulate=accumulate)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp", "tp")[-len(shape) :])
@@ -105,45 +110,34 @@ def compare(shape: tuple[int, ...], sizes: dict[str, Any], **options: Any) -> fl
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
-SIZES = [{}, {"dim": 5, "hidden": 7}, {"tied": True}]
+both_layouts = pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+UNEVEN = {"dim": 5, "hidden": 7}
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+    "uneven": ((2, 2), UNEVEN, {}),
+    "tied": ((2, 2), {"tied": True}, {}),
+    "sharded optimizer": ((2, 2), {}, {"make_optimizer": sharded_adamw}),
+    "accumulating": ((2, 2), {}, {"accumulate": 2, "reshard_after_forward": True}),
+    "accumulating, kept": ((2, 2), {}, {"accumulate": 2, "reshard_after_forward": False}),
+    "replicas": ((2, 1, 2), {}, {}),
+}
 
 
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_equals_the_unsharded_model(pool: RankPool, sizes: dict[str, Any], layout: Any) -> None:
-    assert max(pool.run(4, compare, (2, 2), sizes, layout=layout)) <= 1e-12
+@both_layouts
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_unsharded_model(pool: RankPool, case: str, layout: Any) -> None:
+    shape, sizes, options = CASES[case]
+    assert max(pool.run(4, compare, shape, sizes, layout=layout, **options)) <= 1e-12
 
 
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
-def test_equals_it_with_the_sharded_optimizer(pool: RankPool, layout: Any) -> None:
-    results = pool.run(4, compare, (2, 2), {}, layout=layout, make_optimizer=sharded_adamw)
-    assert max(results) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    ("layout", "reshard"), [(PER_PARAM, True), (RAGGED, False)], ids=["per-parameter", "ragged"]
-)
-def test_equals_it_when_accumulating(pool: RankPool, reshard: bool, layout: Any) -> None:
-    results = pool.run(
-        4, compare, (2, 2), {}, layout=layout, accumulate=2, reshard_after_forward=reshard
-    )
-    assert max(results) <= 1e-12
-
-
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@both_layouts
 def test_secondary_shards_of_tensor_parallel_parameters(pool: RankPool, layout: Any) -> None:
     """PyTorch refuses these in forward."""
     results = pool.run(4, compare, (4, 1), {}, layout=layout, reshard_after_forward=2)
     assert max(results) <= 1e-12
 
 
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
-def test_replicas_of_tensor_parallel_parameters(pool: RankPool, layout: Any) -> None:
-    assert max(pool.run(4, compare, (2, 1, 2), {}, layout=layout)) <= 1e-12
-
-
 @on_ranks(4)
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@both_layouts
 def test_units_with_local_outputs_are_resharded(layout: Any) -> None:
     """Whether units are held: after forward, after backward, after a step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -194,12 +188,11 @@ def test_a_whole_state_dict_is_loaded_into_uneven_parameters() -> None:
 
     A whole state dict, with sizes that divide by nothing.
     """
-    sizes = {"dim": 5, "hidden": 7}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = Net(**sizes)
+    model = Net(**UNEVEN)
     parallelize(model, mesh["tp"])
     shard(model, fullshard.fully_shard, mesh=mesh["dp"])
-    whole = fill(Net(**sizes)).state_dict()
+    whole = fill(Net(**UNEVEN)).state_dict()
     set_model_state_dict(model, dict(whole), options=StateDictOptions(full_state_dict=True))
     assert all(torch.equal(value, whole[key]) for key, value in full_parameters(model).items())
 
@@ -231,7 +224,7 @@ def eight() -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@both_layouts
 def test_replicas_and_shards_of_tensor_parallel_parameters(eight: RankPool, layout: Any) -> None:
     assert max(eight.run(8, compare, (2, 2, 2), {}, layout=layout, timeout_s=120)) <= 1e-12
 
@@ -249,20 +242,11 @@ def checkpointed(folder: str, shape: tuple[int, int], sizes: dict[str, Any]) -> 
     return all(torch.equal(value, expected[key]) for key, value in whole.state_dict().items())
 
 
-def check_uneven(ranks: RankPool, folder: Path, shape: tuple[int, int], hidden: int) -> None:
-    sizes = {"dim": 5, "hidden": hidden}
-    world = shape[0] * shape[1]
-    assert all(ranks.run(world, checkpointed, str(folder), shape, sizes, timeout_s=120))
-    assert max(ranks.run(world, compare, shape, sizes, timeout_s=120)) <= 1e-12
-
-
-def test_checkpoints_of_uneven_tensor_parallel_parameters(pool: RankPool, tmp_path: Path) -> None:
-    check_uneven(pool, tmp_path, (2, 2), 7)
-
-
 def test_checkpoints_of_uneven_parameters_on_eight_ranks(eight: RankPool, tmp_path: Path) -> None:
     """PyTorch would save wrong offsets."""
-    check_uneven(eight, tmp_path, (4, 2), 9)
+    shape, sizes = (4, 2), {"dim": 5, "hidden": 9}
+    assert all(eight.run(8, checkpointed, str(tmp_path), shape, sizes, timeout_s=120))
+    assert max(eight.run(8, compare, shape, sizes, timeout_s=120)) <= 1e-12
 
 
 # the mesh of the parameters has data-parallel dims itself
@@ -299,8 +283,7 @@ def train_mlp(model: nn.Module, mesh: DeviceMesh | None, dp: tuple[str, ...]) ->
     for step in range(3):
         x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6).roll(step, 0)
         if mesh is not None:
-            coordinate = mesh[dp].get_local_rank() if len(dp) == 1 else None
-            number = coordinate if coordinate is not None else dp_number(mesh, dp)
+            number = dp_number(mesh, dp)
             size = mesh[dp].size()
             x = distribute_tensor(
                 x.chunk(size)[number], mesh, [Replicate()] * mesh.ndim, src_data_rank=None
@@ -324,7 +307,7 @@ DIMS = fullshard.DataParallelMeshDims
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@both_layouts
 @pytest.mark.parametrize(
     ("shape", "names", "dims"),
     [
@@ -347,8 +330,7 @@ def test_parameters_on_a_full_mesh(
     dp = tuple(name for name in names if name != "tp")
     expected = train_mlp(reference, None, dp)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    if "tp" in names:
-        distribute_module(model, mesh, place_on(mesh))
+    distribute_module(model, mesh, place_on(mesh))
     for block in model.blocks:
         fullshard.fully_shard(
             block,
@@ -357,6 +339,6 @@ def test_parameters_on_a_full_mesh(
             layout=layout,
             reshard_after_forward=None,
         )
-    found = train_mlp(model, mesh if "tp" in names else None, dp)
+    found = train_mlp(model, mesh, dp)
     found = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
     assert found <= 1e-12

@@ -125,14 +125,7 @@ def test_frozen_in_four_bits(reshard: bool) -> None:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "AdamW8bit",
-        "AdamW4bit",
-        "AdamWFp8",
-    ],
-)
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_optimizer_steps(world: int, name: str) -> None:
     """Blocks are of the local tensors: with several ranks they may begin elsewhere, and round.
 

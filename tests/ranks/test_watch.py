@@ -44,6 +44,7 @@ from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import Event
 from fullshard.schedule.triggers import TaskEnd
 from fullshard.watch import Step, begin, watcher
+from tests.kit.torn_steps import equals
 from tests.kit.watch import LAYOUTS, Tower, step, tower, wait_for_the_end_of
 from tests.ranks.autograd import engine_of
 from tests.ranks.models import Trouble, fill, full_parameters, heard, noise, shard_units
@@ -52,7 +53,7 @@ from tests.ranks.pool import RankPool, on_ranks
 WIRES = ["1", "0"]
 
 
-def left_out(face: str, layout: str, world: int) -> dict[str, Tensor]:
+def left_out(face: str, layout: str) -> dict[str, Tensor]:
     """Train as ``faulty`` does, but leave the steps with faults out."""
     model = tower(face, layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -80,10 +81,7 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
                 assert isinstance(error, Trouble) or not any(kept), (number, kept, error)
                 said.append(f"{type(error).__name__}: {error}")
         patch.setenv("FULLSHARD_SHARED_MEMORY", "1")
-        expected = left_out(face, layout, dist.get_world_size())
-        found = full_parameters(model)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        equals(full_parameters(model), left_out(face, layout))
         return said
 
 
@@ -133,8 +131,7 @@ def half_stepped(path: Path, layout: str, wire: str, clips: bool, late: int = -1
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for number in (0, 1, 3, 4) if clips else (0, 1, 4):
             step(model, optimizer, number)
-        for name, value in full_parameters(model).items():
-            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        equals(found, full_parameters(model))
         return said
 
 
@@ -154,16 +151,11 @@ def test_a_step_that_only_some_ranks_end_is_told_on_all(
     assert len({said[-1] for said in told}) == 1
 
 
-def test_who_clips_has_not_ended_the_step(pool: RankPool, tmp_path: Path) -> None:
-    """They wait for the norm, so all ranks can drop the step."""
-    told = pool.run(2, half_stepped, tmp_path / "step-000001", "rows", "1", True)
-    assert told[0][0].startswith("2 PeerError: rank 1 failed: an exception, in "), told
-    assert told[1] == ["2 Trouble: at the end"]
-    assert len(told[0]) == 1
-
-
 def test_who_comes_late_to_clip_leaves_it_out(pool: RankPool, tmp_path: Path) -> None:
-    """What a rank issues after its step was dropped is not counted among what comes next."""
+    """Ranks wait for the norm, so all of them can drop the step.
+
+    What a rank issues after its step was dropped is not counted among what comes next.
+    """
     told = pool.run(3, half_stepped, tmp_path / "step-000001", "rows", "1", True, 2)
     for rank in (0, 2):
         assert len(told[rank]) == 1
@@ -227,10 +219,7 @@ def late_for_a_fault(late: list[int], leaves: list[int]) -> list[str]:
                 step(model, optimizer, number)
             except (PeerError, Trouble) as error:
                 said.append(f"{number} {type(error).__name__}")
-        found = full_parameters(model)
-        expected = left_out("fully_shard", "rows", dist.get_world_size())
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        equals(full_parameters(model), left_out("fully_shard", "rows"))
         return said
 
 
@@ -412,35 +401,29 @@ def test_no_rank_goes_on_with_a_step_that_others_drop() -> None:
     model.set_requires_gradient_sync(True)
     for number in (0, 1, 3, 5):
         step(model, optimizer, number)
-    expected = left_out("fully_shard", "rows", 2)
-    for name, value in full_parameters(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+    equals(full_parameters(model), left_out("fully_shard", "rows"))
 
 
-def fail_alike(face: str, layout: str, late_s: float = 0.0) -> int:
+def fail_alike(late_s: float) -> int:
     """All ranks fail at the same place: nobody is in the way of anybody.
 
     Rank 1 fails 1 s later if its reports arrive ``late_s`` later.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", "10")
-        return failures_alike(face, layout, late_s)
-
-
-def failures_alike(face: str, layout: str, late_s: float) -> int:
-    model = tower(face, layout)
-    if late_s and dist.get_rank() == 1:
-        report_late(late_s)
-        model.blocks[1].register_forward_hook(lambda *_: time.sleep(1.0 if model.fault else 0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    failures = 0
-    for number, fault in enumerate(["", "forward", "backward", "", "forward", ""]):
-        model.fault = fault
-        try:
-            step(model, optimizer, number)
-        except Trouble:
-            failures += 1
-    return failures
+        model = tower("fully_shard", "rows")
+        if late_s and dist.get_rank() == 1:
+            report_late(late_s)
+            model.blocks[1].register_forward_hook(lambda *_: time.sleep(1.0 if model.fault else 0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        failures = 0
+        for number, fault in enumerate(["", "forward", "backward", "", "forward", ""]):
+            model.fault = fault
+            try:
+                step(model, optimizer, number)
+            except Trouble:
+                failures += 1
+        return failures
 
 
 def hold_python(seconds: float) -> None:
@@ -461,7 +444,7 @@ def report_late(seconds: float) -> None:
 
 @pytest.mark.parametrize("late_s", [0.0, 5.0])
 def test_a_step_that_fails_on_all_ranks_is_their_own(pool: RankPool, late_s: float) -> None:
-    assert pool.run(3, fail_alike, "fully_shard", "rows", late_s) == [3, 3, 3]
+    assert pool.run(3, fail_alike, late_s) == [3, 3, 3]
 
 
 class Fails(Wrapper):
@@ -503,9 +486,7 @@ def ends_late(face: str) -> list[str]:
             except (PeerError, Trouble) as error:
                 said.append(f"{number} {type(error).__name__}")
         patch.undo()
-        expected = left_out(face, "rows", dist.get_world_size())
-        for name, value in full_parameters(model).items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+        equals(full_parameters(model), left_out(face, "rows"))
         return said
 
 

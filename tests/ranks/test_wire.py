@@ -71,7 +71,8 @@ def shard(model: Any, mesh: DeviceMesh | None = None, **options: Any) -> Any:
 def arrived(codec: Codec, whole: Tensor, layout: str, world: int) -> Tensor:
     """What arrives of ``whole``, cut as ``layout`` cuts it: blocks begin where pieces begin.
 
-    In the ragged layout all cuts are between blocks that are counted from the first element.
+    In the ragged layout all cuts are between blocks that are counted from the first element, so
+    it is the same in all worlds.
     """
     pieces = whole.chunk(world) if layout == "per-parameter" else [whole]
     return torch.cat([round_trip(codec, one.reshape(1, -1)).view(-1) for one in pieces]).view(
@@ -158,22 +159,16 @@ def test_bytes_over_replicas_alone() -> None:
     assert one_layer(wire, Transport.NATIVE, "per-parameter", mesh=mesh_of(2)) == hops | nothing
 
 
-def alone(copies: int) -> tuple[dict[str, int], bool]:
+@on_ranks(1)
+def test_a_rank_alone_encodes_nothing() -> None:
     wire = WirePolicy(gather="int8", reduce="int8")
-    step = torch.ones(3, 128)
     found = one_layer(wire, Transport.SHARED, "ragged")
+    assert found.get("reduce_scatter") == (128 * 128 + 8) * 4 and "all_to_all" not in found
     layer = fill(nn.Linear(128, 128, bias=False))
     model = shard(copy.deepcopy(layer), wire=wire)
-    layer(step).sum().backward()
-    model(step).sum().backward()
-    return found, torch.equal(layer.weight.grad, model.weight.grad.full_tensor())  # type: ignore[arg-type,union-attr,operator]
-
-
-def test_a_rank_alone_encodes_nothing(pool: RankPool) -> None:
-    plain = {"all_gather": 0, "reduce_scatter": (128 * 128 + 8) * 4}
-    ((found, same),) = pool.run(1, alone, 1)
-    assert found.get("reduce_scatter") == plain["reduce_scatter"] and same
-    assert "all_to_all" not in found
+    for one in (layer, model):
+        one(torch.ones(3, 128)).sum().backward()
+    assert torch.equal(layer.weight.grad, model.weight.grad.full_tensor())  # type: ignore[arg-type]
 
 
 # Gathers
@@ -198,8 +193,8 @@ LARGE = ((514, 515), (520, 512))
 """Of two ranks, pieces that are gathered in place, one of them no multiple of a block."""
 
 
-def gathered(name: str, layout: str, sizes: Any, transport: Transport, dtype: Any) -> list[Tensor]:
-    """What is computed with, checked against arithmetic and against that of all other ranks."""
+def gathered(name: str, layout: str, sizes: Any, transport: Transport, dtype: Any) -> None:
+    """Check what is computed with against arithmetic, and so against that of all other ranks."""
     world, wire = dist.get_world_size(), WirePolicy(gather=name)
     model, codec = Watched(*sizes), wire.gathering
     whole = [weight.detach().clone() for weight in model.weights]
@@ -222,7 +217,6 @@ def gathered(name: str, layout: str, sizes: Any, transport: Transport, dtype: An
     with unshard_params(model):
         for weight, exact in zip(model.weights, whole, strict=True):
             assert torch.equal(weight, exact)
-    return model.seen
 
 
 @every_world
@@ -239,18 +233,6 @@ def test_all_ranks_compute_with_what_blocks_say_and_full_parameters_are_exact(
 @every_layout
 def test_large_pieces(pool: RankPool, layout: str, transport: Transport) -> None:
     pool.run(2, gathered, "int8", layout, LARGE, transport, None)
-
-
-@every_layout
-def test_weights_that_arrive_do_not_depend_on_the_mesh(pool: RankPool, layout: str) -> None:
-    """In ragged shards none do; of parameters that are cut by rows, those of whole blocks a row."""
-    free = range(5) if layout == "ragged" else (0, 3)
-    first, *others = (
-        pool.run(world, gathered, "int8", layout, SIZES, Transport.SHARED, None)[0]
-        for world in (2, 3, 4)
-    )
-    for other in others:
-        assert all(torch.equal(first[i], other[i]) for i in free)
 
 
 @on_ranks(3)
@@ -331,6 +313,19 @@ def expected_means(
     return means
 
 
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def farthest(model: nn.Module, expected: dict[str, Tensor]) -> float:
+    """The largest difference of a gradient from the expected one, by the largest of that."""
+    found: dict[str, Any] = grads_of(model)
+    return max(
+        ((found[name].full_tensor() - grad).abs().max() / grad.abs().max()).item()
+        for name, grad in expected.items()
+    )
+
+
 def reduced(
     name: str, layout: str, copies: int, transport: Transport, change: Callable[[Any], None] | None
 ) -> float:
@@ -352,9 +347,7 @@ def reduced(
     worst = 0.0
     for _ in range(2):
         lossy(model, dist.get_rank()).backward()
-        for key, param in model.named_parameters():
-            found, mean = param.grad.full_tensor(), expected[key]
-            worst = max(worst, ((found - mean).abs().max() / mean.abs().max()).item())
+        worst = max(worst, farthest(model, expected))
         model.zero_grad()
     return worst
 
@@ -385,10 +378,7 @@ def over_hosts(name: str, hosts: str) -> float:
     with wrapped(lambda inner: wire):
         model = shard(copy.deepcopy(plain), layout=Ragged(), wire=WirePolicy(reduce=name))
     lossy(model, dist.get_rank()).backward()
-    return max(
-        ((p.grad.full_tensor() - expected[key]).abs().max() / expected[key].abs().max()).item()
-        for key, p in model.named_parameters()
-    )
+    return farthest(model, expected)
 
 
 @every_reduction
@@ -441,7 +431,7 @@ def test_bf16_gradients_are_summed_in_fp32_where_the_backend_does_not() -> None:
         model(torch.full((1, 64), grads[dist.get_rank()].item(), dtype=BF16)).sum().backward()
         mean = model.weight.grad.full_tensor()
         found.append((mean - grads.mean().to(BF16)).abs().max().item())
-    exact, rounded = found[0], found[1]
+    exact, rounded = found
     assert exact == 0.0 and rounded > 1e-3
 
 
@@ -453,17 +443,16 @@ def test_bf16_gradients_are_summed_in_fp32_where_the_backend_does_not() -> None:
 @on_ranks(2, 4)
 def test_absent_gradients_stay_absent(name: str, layout: str) -> None:
     """Which parameters have no gradient, with a policy and without; and steps that were taken."""
-    wire = both(name)
     found = []
-    for policy in (wire, WirePolicy()):
+    for policy in (both(name), WirePolicy()):
         model = fill(OddModel())
         shard_units(model, (model.first, model.back), layout=LAYOUTS[layout], wire=policy)
         tokens = ids(2, 5, vocab=13, seed=dist.get_rank())
         model(tokens).square().mean().backward()
         found.append([name for name, p in model.named_parameters() if p.grad is None])
-    found, expected = found[0], found[1]
-    assert found == expected
-    assert {"unused.weight", "unused.bias", "frozen.weight"} <= set(found)
+    absent, expected = found
+    assert absent == expected
+    assert {"unused.weight", "unused.bias", "frozen.weight"} <= set(absent)
 
 
 @on_ranks(4)
@@ -491,12 +480,7 @@ def test_accumulation(name: str, layout: str, deferred: bool) -> None:
         lossy(model, dist.get_rank(), seed).backward()
         for rank in range(dist.get_world_size()):
             (lossy(plain, rank, seed) / dist.get_world_size()).backward()
-    found = max(
-        ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item()
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
-        if q.grad is not None
-    )
-    assert found <= most
+    assert farthest(model, grads_of(plain)) <= most
 
 
 @on_ranks(3)
@@ -511,10 +495,7 @@ def test_frozen_after_sharding(name: str) -> None:
             one[0].weight.requires_grad_(False)
             one(noise(4, 50, dtype=FP32)).sum().backward()
         assert model[0].weight.grad is None
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            if q.grad is not None:
-                off = (p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()
-                worst = max(worst, off.item())
+        worst = max(worst, farthest(model, grads_of(plain)))
     assert worst <= STEP[name] * (1 if name == "int4" else 4)
 
 
@@ -570,11 +551,8 @@ def test_several_buckets(name: str) -> None:
     x = noise(4, 70, dtype=FP32)
     for one in (plain, model):
         one(x).square().mean().backward()
-    found = max(
-        ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item()  # type: ignore[union-attr]
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
-    )
-    assert found < {"bf16": 0.05, "int8": 0.1, "fp8": 0.5, "int4": 0.2}[name]
+    most = {"bf16": 0.05, "int8": 0.1, "fp8": 0.5, "int4": 0.2}[name]
+    assert farthest(model, grads_of(plain)) < most
 
 
 @on_ranks(2)
@@ -615,7 +593,7 @@ def test_secondary_shards(name: str) -> None:
 # The flat face, and what does not go together
 
 
-def flat_training(name: str, original: bool, copies: int = 1) -> float:
+def flat_training(name: str, original: bool, copies: int) -> float:
     plain = fill(GPT().float())
     model = copy.deepcopy(plain)
     options: dict[str, Any] = {"use_orig_params": original, "wire": WirePolicy(reduce=name)}
@@ -642,17 +620,14 @@ LOST = {"bf16": 2.0**-8, "int8": 0.05, "fp8": 0.1, "int4": 0.2}
 
 
 @every_reduction
-@pytest.mark.parametrize("original", [True, False])
-def test_the_flat_face(pool: RankPool, name: str, original: bool) -> None:
-    """Of one flat parameter, blocks have elements of neighbours, which may be much larger."""
+@pytest.mark.parametrize(("original", "copies"), [(True, 1), (False, 1), (True, 2)])
+def test_the_flat_face(pool: RankPool, name: str, original: bool, copies: int) -> None:
+    """Of one flat parameter, blocks have elements of neighbours, which may be much larger.
+
+    With replicas, means are rounded twice more, but not to int4.
+    """
     most = LOST if original else LOST | {"int8": 0.3, "int4": 0.4}
-    assert max(pool.run(2, flat_training, name, original)) <= most[name]
-
-
-@every_reduction
-def test_the_flat_face_with_replicas(pool: RankPool, name: str) -> None:
-    """Means are rounded twice more, but not to int4."""
-    assert max(pool.run(4, flat_training, name, True, 2)) <= LOST[name]
+    assert max(pool.run(2 * copies, flat_training, name, original, copies)) <= most[name]
 
 
 @on_ranks(2)
