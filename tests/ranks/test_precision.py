@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
-from fullshard import MixedPrecisionPolicy, fully_shard
-from tests.ranks.models import fill, full_parameters, noise
+from fullshard import MixedPrecisionPolicy, PerParameter, Ragged, fully_shard
+from tests.ranks.models import full_parameters, noise
 from tests.ranks.net import batch, make, shard
-from tests.ranks.pool import RankPool, on_ranks
+from tests.ranks.pool import on_ranks
 
-worlds = pytest.mark.parametrize("world", [1, 2, 3])
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
 class Pair(NamedTuple):
@@ -67,72 +67,40 @@ class Probe(nn.Module):
         }
 
 
-def probe(policy: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("policy", "outside"),
+    [
+        (MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP64), FP64),
+        (fsdp.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32), FP32),
+        (
+            SimpleNamespace(
+                param_dtype=BF16, reduce_dtype=FP32, output_dtype=None, cast_forward_inputs=True
+            ),
+            BF16,
+        ),
+    ],
+    ids=["ours", "of torch", "no output dtype"],
+)
+def test_inputs_are_cast_and_outputs_cast_back(policy: Any, outside: torch.dtype) -> None:
+    """Outputs stay in the dtype of computation where no other is asked for."""
     module = fully_shard(Probe(), mp_policy=policy)
     extra = Ordered(half=torch.ones(6, dtype=torch.float16), whole=torch.arange(6))
     out = module(torch.ones(2, 6), extra=extra)
-    seen = dict(module.seen)
-    got = seen.pop("extra")
-    seen |= {"half": got["half"].dtype, "whole": got["whole"].dtype, "class": type(got).__name__}
+    seen, got = module.seen, module.seen["extra"]
+    assert seen["x"] is seen["weight"] is got["half"].dtype is BF16
+    assert seen["count"] is got["whole"].dtype is torch.int64
+    assert seen["offset"] is FP32
+    assert type(got) is Ordered
     out["tensor"].sum().backward()
     assert module.weight.grad.dtype is FP32 and isinstance(module.weight.grad, DTensor)
-    classes = {name: type(value).__name__ for name, value in out.items()}
-    dtypes = {
-        "tensor": out["tensor"].dtype,
-        "pair": (out["pair"].left.dtype, out["pair"].right.dtype),
-        "ordered": out["ordered"]["a"].dtype,
-        "record": out["record"].value.dtype,
-        "default": out["default"]["a"].dtype,
-        "list": (out["list"][0].dtype, out["list"][1][0].dtype),
-    }
+    classes = [Tensor, Pair, Ordered, Record, collections.defaultdict, list]
+    assert [type(value) for value in out.values()] == classes
     assert out["record"].label == "kept" and out["default"].default_factory is list
-    return seen, {"classes": classes, "dtypes": dtypes}
-
-
-def check_casts(results: list[Any], inside: torch.dtype, outside: torch.dtype) -> None:
-    for seen, out in results:
-        assert seen["x"] is seen["weight"] is seen["half"] is inside
-        assert seen["count"] is seen["whole"] is torch.int64
-        assert seen["offset"] is FP32
-        assert seen["class"] == "Ordered"
-        names = ["Tensor", "Pair", "Ordered", "Record", "defaultdict", "list"]
-        assert list(out["classes"].values()) == names
-        dtypes = out["dtypes"]
-        assert dtypes["pair"] == (outside, torch.int64) and dtypes["list"] == (outside, outside)
-        assert {dtypes[n] for n in ("tensor", "ordered", "record", "default")} == {outside}
-
-
-@worlds
-def test_inputs_are_cast_and_outputs_cast_back(pool: RankPool, world: int) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=torch.float64)
-    check_casts(pool.run(world, probe, policy), BF16, torch.float64)
-
-
-@worlds
-def test_without_output_dtype_outputs_stay(pool: RankPool, world: int) -> None:
-    policy = SimpleNamespace(
-        param_dtype=BF16, reduce_dtype=FP32, output_dtype=None, cast_forward_inputs=True
-    )
-    check_casts(pool.run(world, probe, policy), BF16, BF16)
-
-
-def with_torch_policy() -> Any:
-    from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-
-    return probe(TorchPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32))
-
-
-def test_the_policy_of_torch_is_accepted(pool: RankPool) -> None:
-    check_casts(pool.run(2, with_torch_policy), BF16, FP32)
-
-
-@on_ranks(2)
-def test_inputs_are_left_alone_where_asked() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
-    module = fully_shard(Probe(), mp_policy=policy)
-    module(torch.ones(2, 6))
-    seen = module.seen
-    assert (seen["x"], seen["weight"]) == (FP32, BF16)
+    assert out["pair"].right.dtype is torch.int64
+    tensors = [out["tensor"], out["pair"].left, out["ordered"]["a"], out["record"].value]
+    tensors += [out["default"]["a"], out["list"][0], out["list"][1][0]]
+    assert {one.dtype for one in tensors} == {outside}
 
 
 @on_ranks(2)
@@ -162,37 +130,30 @@ def reference_gradients(data: Tensor, world: int, reduce: torch.dtype) -> dict[s
     return {name: (value / world).float() for name, value in total.items()}
 
 
-def gradients(reduce: torch.dtype | None) -> dict[str, float]:
-    rank, world = dist.get_rank(), dist.get_world_size()
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(("reduce", "bound"), [(FP32, 1e-6), (None, 1e-2)], ids=["fp32", "as is"])
+def test_gradients_in_low_precision_are_close_and_exact_if_reduced_in_fp32(
+    world: int, reduce: torch.dtype | None, bound: float
+) -> None:
+    rank = dist.get_rank()
     data = noise(4 * world, 6, seed=3, dtype=FP32)
     expected = reference_gradients(data, world, reduce or BF16)
     model = shard(make(FP32), mp_policy=MixedPrecisionPolicy(BF16, reduce))
     model(data.chunk(world)[rank]).float().square().mean().backward()
     assert all(p.dtype is FP32 and p.grad.dtype is FP32 for p in model.parameters())
-    return {
-        name: ((param.grad.full_tensor() - expected[name]).norm() / expected[name].norm()).item()
-        for name, param in model.named_parameters()
-    }
-
-
-@worlds
-def test_low_precision_gradients_reduced_in_fp32_are_exact(pool: RankPool, world: int) -> None:
-    for differences in pool.run(world, gradients, FP32):
-        assert max(differences.values()) <= 1e-6
-
-
-@worlds
-def test_low_precision_gradients_reduced_as_they_are_stay_close(pool: RankPool, world: int) -> None:
-    for differences in pool.run(world, gradients, None):
-        assert max(differences.values()) <= 1e-2
+    for name, param in model.named_parameters():
+        apart = (param.grad.full_tensor() - expected[name]).norm() / expected[name].norm()
+        assert apart <= bound, name
 
 
 @on_ranks(1, 2, 3)
-def test_bf16_training_stays_close_to_fp32() -> None:
+@pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=repr)
+def test_bf16_training_stays_close_to_fp32(layout: Any) -> None:
     """How far bf16 compute drifts from fp32 in 5 steps, and how far fp32 moved."""
     plain = make(FP32)
     start = full_parameters(plain)
-    model = shard(copy.deepcopy(plain), mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    policy = MixedPrecisionPolicy(BF16, FP32)
+    model = shard(copy.deepcopy(plain), mp_policy=policy, layout=layout)
     for one in (plain, model):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
         for number in range(5):
@@ -203,14 +164,3 @@ def test_bf16_training_stays_close_to_fp32() -> None:
     apart = max((a[n] - b[n]).abs().max().item() for n in b)
     moved = max((start[n] - b[n]).abs().max().item() for n in b)
     assert apart <= 0.05 * moved
-
-
-@on_ranks(1, 2, 3)
-def test_the_reduction_alone_may_be_wider() -> None:
-    """``reduce_dtype`` alone: fp32 model, fp64 reduction."""
-    plain = fill(nn.Linear(6, 5))
-    model = fully_shard(copy.deepcopy(plain), mp_policy=MixedPrecisionPolicy(None, torch.float64))
-    for one in (plain, model):
-        one(batch(0, FP32)).square().mean().backward()
-    assert model.weight.grad.dtype is FP32
-    assert (model.weight.grad.full_tensor() - plain.weight.grad).abs().max().item() <= 1e-7
