@@ -8,22 +8,15 @@ import threading
 import time
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.pool import RankError, RankPool, every_world, on_ranks
+from tests.ranks.pool import RankError, RankPool, on_ranks
 
 
 def rank_and_world() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
-
-
-def sum_over_ranks(values: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-    total = values * scale * (dist.get_rank() + 1)
-    dist.all_reduce(total)
-    return total
 
 
 def process_id() -> int:
@@ -35,10 +28,6 @@ def raise_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise ValueError(f"this is rank {rank}'s own mistake")
     dist.barrier()
-
-
-def raise_everywhere() -> None:
-    raise ValueError(f"mistake {dist.get_rank()}")
 
 
 def hang_on(rank: int) -> None:
@@ -100,18 +89,6 @@ def unpicklable_result() -> object:
     return lambda: None
 
 
-@every_world
-def test_results_come_in_rank_order(pool: RankPool, world: int) -> None:
-    assert pool.run(world, rank_and_world) == [(rank, world) for rank in range(world)]
-
-
-@every_world
-def test_collectives_and_arguments(pool: RankPool, world: int) -> None:
-    results = pool.run(world, sum_over_ranks, torch.ones(5), scale=2.0)
-    expected = torch.full((5,), float(world * (world + 1)))
-    assert all(torch.equal(result, expected) for result in results)
-
-
 def test_worlds_switch_on_the_same_processes(pool: RankPool) -> None:
     processes = pool.run(4, process_id)
     for world in (2, 3, 4, 2, 2, 4, 1):
@@ -126,14 +103,9 @@ def test_a_rank_s_exception_surfaces_with_its_traceback(pool: RankPool) -> None:
     message = str(caught.value)
     assert "ValueError: this is rank 1's own mistake" in message
     assert "in raise_on" in message
-    assert message.index("rank 1 raised") < message.index("rank 0 raised"), "the cause comes first"
+    places = [message.index(f"rank {rank} raised") for rank in (1, 0, 2)]
+    assert min(places) == places[0], "the cause comes first"
     assert pool.run(3, process_id) == processes, "an exception costs no process"
-
-
-def test_every_failing_rank_is_shown(pool: RankPool) -> None:
-    with pytest.raises(RankError) as caught:
-        pool.run(3, raise_everywhere)
-    assert all(f"ValueError: mistake {rank}" in str(caught.value) for rank in range(3))
 
 
 def test_a_hang_fails_in_time_with_every_stack(pool: RankPool) -> None:
@@ -207,15 +179,6 @@ def test_warnings_are_errors_on_ranks_too(pool: RankPool) -> None:
 def test_leaving_python_is_a_failure_like_another(pool: RankPool) -> None:
     with pytest.raises(RankError, match="SystemExit: 3"):
         pool.run(2, leave_python)
-
-
-@on_ranks(2)
-def test_results_of_any_kind() -> None:
-    parameter = torch.nn.Parameter(torch.arange(3.0))
-    result = {"array": np.arange(3), "tensor": torch.arange(3)[1:], "parameter": parameter}
-    assert np.array_equal(result["array"], np.arange(3))
-    assert torch.equal(result["tensor"], torch.tensor([1, 2]))
-    assert isinstance(result["parameter"], torch.nn.Parameter)
 
 
 def test_results_that_cannot_travel_are_named(pool: RankPool) -> None:
