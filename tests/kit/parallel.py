@@ -32,10 +32,10 @@ def rows(size: int, width: int = 3) -> Tensor:
     return torch.arange(size * width, dtype=torch.float64).view(size, width)
 
 
-def chunk(tensor: Tensor, mesh: DeviceMesh, dim: int, mesh_dim: int = -1) -> Tensor:
-    """This rank's piece, as ``torch.chunk`` cuts, possibly empty."""
-    parts = tensor.chunk(mesh.shape[mesh_dim], dim)
-    rank = mesh.get_local_rank(mesh_dim % mesh.ndim)
+def chunk(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """This rank's piece, as ``torch.chunk`` cuts on the last mesh dim, possibly empty."""
+    parts = tensor.chunk(mesh.shape[-1], dim)
+    rank = mesh.get_local_rank(mesh.ndim - 1)
     return parts[rank] if rank < len(parts) else tensor.narrow(dim, 0, 0)
 
 

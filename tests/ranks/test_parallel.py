@@ -67,21 +67,6 @@ def test_the_whole_parameter_is_a_dtensor_over_our_memory() -> None:
     assert half.dtype == torch.bfloat16 and spec.wrap(view).dtype == torch.float64
 
 
-@on_ranks(4)
-def test_its_memory_may_be_written_between_forward_and_backward() -> None:
-    """What the engine writes to its buffer is no modification in the eyes of autograd."""
-    mesh = mesh_of()
-    spec = spec_of(distribute(rows(4), mesh["tp"], [Shard(0)]))
-    flat = torch.ones(2 + spec.local_shape.numel(), dtype=torch.float64)
-    whole = spec.parameter(flat[2:].view(spec.local_shape).data, requires_grad=True)
-    x = distribute(torch.ones(3, dtype=torch.float64), mesh["tp"], [Replicate()]).requires_grad_()
-    y = (whole @ x).sum()
-    flat.data.fill_(2.0)
-    y.backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad.full_tensor(), torch.full((3,), 8.0, dtype=torch.float64))
-
-
 # Where shards lie.
 
 

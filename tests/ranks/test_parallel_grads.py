@@ -10,19 +10,12 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from fullshard.errors import ProtocolError
 from fullshard.tensors import (
     ParallelSpec,
     SpmdMesh,
     local_gradients,
-    parallel_spec_of,
 )
 from fullshard.tensors.parallel_mesh import joint_mesh
 from tests.kit.parallel import mesh_of, rows, spec_of
@@ -40,74 +33,6 @@ def pending(mesh: DeviceMesh, *placements: Placement, base: Tensor) -> DTensor:
     return DTensor.from_local(
         base + dist.get_rank(), mesh, placements, run_check=False, shape=None, stride=None
     )
-
-
-# Gradients of real models.
-
-
-class Block(nn.Module):
-    """A norm and two layers of odd sizes, as in a transformer's MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up = nn.Linear(6, 5)
-        self.down = nn.Linear(5, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-def tensor_parallel(block: Block, mesh: DeviceMesh) -> None:
-    plan = {
-        "norm": SequenceParallel(sequence_dim=0),
-        "up": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
-        "down": RowwiseParallel(output_layouts=Shard(0)),
-    }
-    parallelize_module(block, mesh, plan)
-
-
-def own_part(whole: Tensor, spec: ParallelSpec) -> Tensor:
-    """What of ``whole`` this rank has."""
-    return distribute(whole, spec.mesh, spec.placements, src_data_rank=None).to_local()
-
-
-@on_ranks(4)
-def test_gradients_of_a_tensor_parallel_model() -> None:
-    """The parameters stand in the module as the engine's would: leaves over one buffer."""
-    torch.manual_seed(0)
-    plain, block = Block().double(), Block().double()
-    block.load_state_dict(plain.state_dict())
-    tp = mesh_of()["tp"]
-    tensor_parallel(block, tp)
-    specs = []
-    for module in (block.norm, block.up, block.down):
-        for name, param in list(module.named_parameters()):
-            spec = spec_of(param)
-            local = param.detach().to_local().flatten()  # type: ignore[attr-defined]
-            flat = torch.cat([local.new_zeros(2), local])
-            view = flat[2:].view(spec.local_shape).data
-            setattr(module, name, spec.parameter(view, requires_grad=True))
-            specs.append(spec)
-    x = torch.randn(4, 6, dtype=torch.float64)
-    part = x.chunk(2)[tp.get_local_rank()]
-    for _ in range(2):
-        block.zero_grad()
-        plain.zero_grad()
-        (plain(x) ** 2).sum().backward()
-        (block(part) ** 2).sum().backward()
-        grads = [param.grad for param in block.parameters()]
-        with Counted() as comm:
-            locals_ = local_gradients(grads, specs)
-        # Of norm.weight and norm.bias.
-        assert sum(grad.placements[0].is_partial() for grad in grads) == 2  # type: ignore[union-attr]
-        assert comm.total == 1
-        for got, spec, param in zip(locals_, specs, plain.parameters(), strict=True):
-            assert param.grad is not None
-            same(got, own_part(param.grad, spec))
-
-
-# Where gradients may lie.
 
 
 @on_ranks(4)
@@ -232,22 +157,21 @@ def test_the_mean_over_data_parallel_ranks() -> None:
     plain = nn.Linear(4, 6).double()
     x = torch.randn(4, 4, dtype=torch.float64)
     (plain(x) ** 2).sum().backward()
+    placements = [Replicate(), Shard(0)]
     params = [
-        nn.Parameter(distribute(param.detach(), mesh, [Replicate(), Shard(0)]))
-        for param in plain.parameters()
+        nn.Parameter(distribute(param.detach(), mesh, placements)) for param in plain.parameters()
     ]
-    specs = [parallel_spec_of(param, spmd=spmd) for param in params]
+    specs = [spec_of(param, spmd=spmd) for param in params]
     for on_dp, factor in ((Shard(0), 2), (Replicate(), 1)):
         inputs = distribute(x, mesh, [on_dp, Replicate()])
         loss = (torch.nn.functional.linear(inputs, *params) ** 2).sum()
         grads = torch.autograd.grad(loss, params)
-        for got, spec, param in zip(
-            local_gradients(grads, specs), specs, plain.parameters(), strict=True
-        ):
-            assert got is not None and spec is not None and param.grad is not None
+        for got, param in zip(local_gradients(grads, specs), plain.parameters(), strict=True):
+            assert got is not None and param.grad is not None
             mean = got.clone()
             dist.all_reduce(mean, group=mesh.get_group("dp"))
-            same(mean / 2 * factor, own_part(param.grad, spec))
+            whole = distribute(param.grad, mesh, placements, src_data_rank=None)
+            same(mean / 2 * factor, whole.to_local())
 
 
 @on_ranks(4)
