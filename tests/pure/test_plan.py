@@ -182,6 +182,8 @@ def test_a_search_offloads_only_what_would_not_fit() -> None:
         searched(whole * 7 // 10, hardware=dataclasses.replace(BESIDE, host=None)),
     ):
         assert not fixed.fits and "offloaded" not in str(fixed)
+        assert fixed.peak_nbytes == min(one.peak_nbytes for one in fixed.tried)
+        assert "nothing fits: the least is" in str(fixed)
 
 
 def test_a_search_makes_units_of_several_blocks_where_wires_are_late() -> None:
