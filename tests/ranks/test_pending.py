@@ -32,28 +32,26 @@ def by_name(model: Any) -> dict[str, Any]:
 def test_gradients_of_passes_without_sync_are_shown(layout: Any, reshard: bool) -> None:
     rank = dist.get_rank()
     plain, model = make(), shard(make(), layout=layout, reshard_after_forward=reshard)
-    seen = [model.get_pending_gradients() == {}]
+    assert model.get_pending_gradients() == {}
     model.set_requires_gradient_sync(False)
     for number in range(2):
         for one in (plain, model):
             one(batch(number + 10 * rank)).square().sum().backward()
     found = by_name(model)
-    seen += [
-        torch.allclose(found[n].unreduced, p.grad, rtol=1e-12, atol=1e-12)  # type: ignore[arg-type]
-        for n, p in plain.named_parameters()
-    ]
-    seen += [gradient.partial is None for gradient in found.values()]
-    seen.append(set(model.blocks[0].get_pending_gradients()) == set(model.blocks[0].parameters()))
+    assert len(found) == 9
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name].unreduced, param.grad, rtol=1e-12, atol=1e-12)
+        assert found[name].partial is None
+    assert set(model.blocks[0].get_pending_gradients()) == set(model.blocks[0].parameters())
     model.to(torch.float32)  # they stay
-    seen.append(len(by_name(model)) == len(found))
+    assert len(by_name(model)) == len(found)
     model.blocks[0].clear_pending_gradients()
-    seen.append(sorted(by_name(model)) == sorted(n for n in found if "blocks.0" not in n))
+    assert by_name(model).keys() == {name for name in found if "blocks.0" not in name}
     model.clear_pending_gradients()
-    seen.append(model.get_pending_gradients() == {})
+    assert model.get_pending_gradients() == {}
     model.set_requires_gradient_sync(True)
     model(batch(0, torch.float32)).sum().backward()
-    seen = [*seen, model.get_pending_gradients() == {}]
-    assert all(seen) and len(seen) == 24, seen
+    assert model.get_pending_gradients() == {}
 
 
 @on_ranks(4)
@@ -69,19 +67,16 @@ def test_gradients_reduced_over_shards_only_are_shown() -> None:
     found = by_name(model)
     mean = (2 * copy + 1 + 2 * copy + 2) / 2
     rows = (3, 2)[piece]
-    expected = [
-        list(found) == ["weight"],
-        torch.equal(found["weight"].partial, torch.full((rows, 3), mean)),
-        found["weight"].unreduced is None,
-        model.weight.grad is None,
-    ]
+    assert list(found) == ["weight"]
+    assert torch.equal(found["weight"].partial, torch.full((rows, 3), mean))
+    assert found["weight"].unreduced is None
+    assert model.weight.grad is None
     model.clear_pending_gradients()
     model.set_requires_all_reduce(True)
     model(torch.ones(1, 3)).sum().backward()
     assert isinstance(model.weight.grad, DTensor)
-    whole = model.weight.grad.full_tensor()
-    found = [*expected, torch.equal(whole, torch.ones(5, 3)), model.get_pending_gradients() == {}]
-    assert found == [True] * 6
+    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(5, 3))
+    assert model.get_pending_gradients() == {}
 
 
 @on_ranks(2)
