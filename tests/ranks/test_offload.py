@@ -165,16 +165,10 @@ def test_the_host_waits_before_it_writes_again() -> None:
 @on_ranks(2)
 def test_nothing_to_do_on_a_cpu() -> None:
     """Where PyTorch 2.13 refuses pinned memory on a machine without an accelerator."""
-    plain = shard(make())
-    for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+    theirs = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=True)
+    for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False), theirs):
         model = shard(make(), offload_policy=policy)
         assert not any(b.spec.offload for unit in units_of(model) for b in unit.buckets)
-        for one in (plain, model):
-            steps(one)
-        assert apart(model, plain) == 0.0
-        plain = shard(make())
-    theirs = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=True)
-    shard(make(), offload_policy=theirs)
 
 
 @on_ranks(2)

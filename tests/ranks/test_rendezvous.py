@@ -84,10 +84,6 @@ def test_a_first_step_outlasts_vain_attempts_to_connect(pool: RankPool) -> None:
     assert pool.run(3, first_step_unconnected) == [TwoLevels.__name__] * 3
 
 
-def test_else_memory_is_shared(pool: RankPool) -> None:
-    assert pool.run(3, reach, "") == [Shared.__name__] * 3
-
-
 @on_ranks(3)
 @pytest.mark.parametrize(
     ("own", "found"), [("backend", Native), ("auto", Shared), ("shared", Shared)]
