@@ -101,13 +101,8 @@ def counts_runs_of(model: nn.Module, num_backwards: int) -> int:
 
 @on_ranks(2)
 @both_layouts
-def test_large_gradients_are_neighbours_too(layout: str) -> None:
+def test_large_gradients_and_those_that_added_up_are_neighbours_too(layout: str) -> None:
     assert counts_runs_of(fully_shard(Wide(), **LAYOUTS[layout]), 1) <= 2
-
-
-@on_ranks(2)
-@both_layouts
-def test_gradients_that_added_up_are_neighbours_too(layout: str) -> None:
     assert counts_runs_of(many(layout, 5), 2) <= 3
 
 
