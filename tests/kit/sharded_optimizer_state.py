@@ -139,6 +139,20 @@ def edits(layout: str) -> None:
     pair.check()
 
 
+def follows() -> None:
+    """What users hold of the state stays true, also when runs change."""
+    pair = Pair("per_parameter")
+    pair.step()
+    param = pair.models[0].get_parameter("first.weight")
+    own = pair.mine.state[param]
+    held = dict(own)
+    for number, skip in enumerate((None, "first.bias", None, "back.weight")):
+        pair.step(number, skip)
+    assert pair.mine.state[param] is own
+    assert torch.equal(local_part(own["exp_avg"]), local_part(held["exp_avg"]))
+    pair.check()
+
+
 def older() -> None:
     """State dicts of older versions lack options and have numbers where there are tensors now."""
     pair = Pair("per_parameter")
