@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fullshard import Ragged, fully_shard
@@ -17,7 +17,12 @@ from tests.ranks.models import noise
 from tests.ranks.net import apart, make, shard, step
 from tests.ranks.pool import RankPool, on_ranks
 
-WAYS: dict[str, dict[str, Any]] = {"one by one": {"foreach": False}, "lists": {"foreach": True}}
+WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {"foreach": False},
+    "lists": {"foreach": True},
+    "fused": {"fused": True},
+}
+CASES = [(kind, way) for way in WAYS for kind in (FUSED if way == "fused" else OPTIMIZERS)]
 
 
 def steps_like_unsharded(kind: str, how: dict[str, Any]) -> float:
@@ -38,16 +43,10 @@ def steps_like_unsharded(kind: str, how: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@pytest.mark.parametrize(("kind", "way"), CASES)
 def test_steps_like_the_unsharded_model(pool: RankPool, world: int, kind: str, way: str) -> None:
+    """PyTorch refuses fused SGD and Adagrad for DTensors."""
     assert max(pool.run(world, steps_like_unsharded, kind, WAYS[way])) <= 1e-14
-
-
-@pytest.mark.parametrize("kind", FUSED)
-def test_fused_steps_like_the_unsharded_model(pool: RankPool, kind: str) -> None:
-    """SGD and Adagrad as well, which PyTorch refuses for DTensors."""
-    assert max(pool.run(2, steps_like_unsharded, kind, {"fused": True})) <= 1e-14
 
 
 class Mixed(nn.Module):
@@ -68,34 +67,13 @@ def mixed() -> Mixed:
     return Mixed().double()
 
 
-@on_ranks(4)
-def test_a_fused_step_may_mix_meshes_and_plain_tensors() -> None:
-    """PyTorch refuses such lists."""
-    how = {"fused": True}
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    everyone = init_device_mesh("cpu", (4,))
-    plain: Any = mixed()
-    model: Any = copy.deepcopy(plain)
-    fully_shard(model.expert, mesh=mesh)
-    fully_shard(model, mesh=everyone, ignored_params={model.gain})
-    meshes: set[DeviceMesh] = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
-    assert len(meshes) == 2
-    for one in (plain, model):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2, **how)
-        for number in range(3):
-            one(noise(4, 6, seed=number)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert apart(model, plain) <= 1e-14
-
-
 LAYOUTS: dict[str, dict[str, Any]] = {"per parameter": {}, "ragged": {"layout": Ragged()}}
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
-def test_lists_may_mix_meshes_and_plain_tensors(kind: str, layout: str) -> None:
+@pytest.mark.parametrize(("kind", "way"), [case for case in CASES if case[1] != "one by one"])
+def test_lists_may_mix_meshes_and_plain_tensors(kind: str, way: str, layout: str) -> None:
     """PyTorch refuses such lists, which are what its optimizers make by themselves on a GPU.
 
     Sharded on two meshes, in the layout and otherwise, and plain.
@@ -106,25 +84,10 @@ def test_lists_may_mix_meshes_and_plain_tensors(kind: str, layout: str) -> None:
     model: Any = copy.deepcopy(plain)
     fully_shard(model.expert, mesh=mesh)
     fully_shard(model, mesh=mesh["shard"], ignored_params={model.gain}, **LAYOUTS[layout])
+    assert len({p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}) == 2
     for one in (plain, model):
-        optimizer = cls(one.parameters(), **{**options, "foreach": True})
+        optimizer = cls(one.parameters(), **{**options, **WAYS[way]})
         for number in range(4):
-            one(noise(4, 6, seed=number)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert apart(model, plain) <= 1e-14
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_fused_lists_may_mix_forms(layout: str) -> None:
-    plain: Any = mixed()
-    model: Any = copy.deepcopy(plain)
-    fully_shard(model.expert)
-    fully_shard(model, ignored_params={model.gain}, **LAYOUTS[layout])
-    for one in (plain, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, fused=True)
-        for number in range(3):
             one(noise(4, 6, seed=number)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
