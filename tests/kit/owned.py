@@ -71,9 +71,8 @@ def part(param: Tensor, whole: Tensor) -> Tensor:
     return shown_like(param, local)
 
 
-def named(model: nn.Module, *, only: Any = None) -> list[tuple[str, nn.Parameter]]:
-    found = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]
-    return [(n, p) for n, p in found if only is None or only(n)]
+def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]
 
 
 def same_params(model: nn.Module, net: nn.Module) -> None:

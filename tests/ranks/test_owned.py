@@ -22,13 +22,10 @@ from fullshard import Ragged, ShardingStrategy, checkpoint, fully_shard, watch
 from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.shared import Shared
 from fullshard.errors import ConfigError, PeerError, UnsupportedError
-from fullshard.optim import OwnedOptimizer, ShardedGradScaler, StepGuard, clip_grad_norm_
+from fullshard.optim import OwnedOptimizer, ShardedGradScaler
 from fullshard.tensors import local_part
 from tests.kit.owned import CLASSES, give, named, same_params
-from tests.kit.tensor_parallel import VOCAB, parallelize
-from tests.kit.tensor_parallel import Net as Parallel
-from tests.kit.tensor_parallel import shard as shard_parallel
-from tests.ranks.models import fill, full_parameters, heard, ids, noise, refusal
+from tests.ranks.models import fill, full_parameters, heard, noise, refusal
 from tests.ranks.pool import RankPool, on_ranks
 
 
@@ -114,14 +111,22 @@ class Reference:
         self.optimizer.step()
 
 
-def steps_alike(kind: str, face: str, cut: Any, more: dict[str, Any]) -> None:
-    vectors = kind != "muon"
-    if kind == "muon":
-        cut = blocks  # it takes matrices only
-    reference = Reference(kind, vectors=vectors, cut=cut)
-    model = sharded(Net(vectors=vectors), face)
+def owned(kind: str, face: str, cut: Any) -> tuple[nn.Module, OwnedOptimizer]:
+    """Blocks travel in small rounds."""
     cls, kwargs = CLASSES[kind]
-    optimizer = OwnedOptimizer(named(model), cls, blocks=cut, **more, **kwargs)
+    more = {"round_nbytes": 300} if cut else {}
+    model = sharded(Net(vectors=kind != "muon"), face)
+    return model, OwnedOptimizer(named(model), cls, blocks=cut, **more, **kwargs)
+
+
+def cut_of(kind: str, with_blocks: bool) -> Any:
+    return blocks if with_blocks or kind == "muon" else None  # it takes matrices only
+
+
+def steps_alike(kind: str, face: str) -> None:
+    cut = cut_of(kind, with_blocks=False)
+    reference = Reference(kind, vectors=kind != "muon", cut=cut)
+    model, optimizer = owned(kind, face, cut)
     for step in range(4):
         grads = grads_of(step, reference.net)
         if step == 2:
@@ -144,13 +149,7 @@ FACES = [
 @pytest.mark.parametrize(("world", "face"), FACES)
 @pytest.mark.parametrize("kind", list(CLASSES))
 def test_steps_like_the_class_itself(pool: RankPool, kind: str, world: int, face: str) -> None:
-    pool.run(world, steps_alike, kind, face, None, {})
-
-
-@pytest.mark.parametrize("kind", ["adafactor", "whitening"])
-@pytest.mark.parametrize("face", ["per_parameter", "ragged", "hsdp"])
-def test_blocks_are_matrices_of_their_own(pool: RankPool, kind: str, face: str) -> None:
-    pool.run(4, steps_alike, kind, face, blocks, {"round_nbytes": 300})
+    pool.run(world, steps_alike, kind, face)
 
 
 # State
@@ -165,16 +164,6 @@ def train_some(optimizer: Any, reference: Reference, model: nn.Module, first: in
         same_params(model, reference.net)
 
 
-def owned(kind: str, face: str, cut: Any) -> tuple[nn.Module, OwnedOptimizer]:
-    cls, kwargs = CLASSES[kind]
-    model = sharded(Net(vectors=kind != "muon"), face)
-    return model, OwnedOptimizer(named(model), cls, blocks=cut, **kwargs)
-
-
-def cut_of(kind: str, with_blocks: bool) -> Any:
-    return blocks if with_blocks or kind == "muon" else None
-
-
 def saves(folder: str, kind: str, face: str, with_blocks: bool) -> None:
     cut = cut_of(kind, with_blocks)
     reference = Reference(kind, vectors=kind != "muon", cut=cut)
@@ -184,6 +173,10 @@ def saves(folder: str, kind: str, face: str, with_blocks: bool) -> None:
     if cut is not None:
         return
     full = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)
+    plain_net = Net()
+    plain = CLASSES[kind][0](plain_net.parameters(), **CLASSES[kind][1])
+    checkpoint.load_full_optim_state_dict(plain_net, plain, full)
+    assert len(plain.state) == len(full["state"])
     number_of = {name: n for n, (name, _) in enumerate(reference.net.named_parameters())}
     expected = reference.optimizer.state_dict()["state"]
     assert {number_of[name] for name in full["state"]} == expected.keys()
@@ -201,6 +194,18 @@ def goes_on(folder: str, kind: str, face: str, with_blocks: bool) -> None:
     model, optimizer = owned(kind, face, cut)
     checkpoint.load(f"{folder}/one", model, optimizer)
     train_some(optimizer, reference, model, 3)
+    if cut is not None:
+        return
+    names = [name for name, _ in reference.net.named_parameters()]
+    its = copy.deepcopy(reference.optimizer.state_dict())
+    full = {
+        "state": {names[number]: kept for number, kept in its["state"].items()},
+        "param_groups": [{**its["param_groups"][0], "params": names}],
+    }
+    cls, kwargs = CLASSES[kind]
+    fresh = OwnedOptimizer(named(model), cls, **kwargs)
+    checkpoint.load_full_optim_state_dict(model, fresh, full)
+    train_some(fresh, reference, model, 6)
 
 
 @pytest.mark.parametrize(
@@ -222,93 +227,6 @@ def test_resumes_on_another_world(
     (world, face), (other_world, other_face) = there_and_here
     pool.run(world, saves, str(tmp_path), kind, face, with_blocks)
     pool.run(other_world, goes_on, str(tmp_path), kind, other_face, with_blocks)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", ["adafactor", "whitening"])
-@pytest.mark.parametrize("face", ["per_parameter", "ragged", "flat"])
-def test_state_is_that_of_the_class(kind: str, face: str) -> None:
-    reference = Reference(kind, vectors=True)
-    for step in range(3):
-        reference.step(grads_of(step, reference.net))
-    its = reference.optimizer.state_dict()
-    names = [name for name, _ in reference.net.named_parameters()]
-    full = {
-        "state": {names[n]: copy.deepcopy(kept) for n, kept in its["state"].items()},
-        "param_groups": [{**its["param_groups"][0], "params": names}],
-    }
-    model, optimizer = owned(kind, face, None)
-    checkpoint.load_full_state_dict(model, reference.net.state_dict())
-    checkpoint.load_full_optim_state_dict(model, optimizer, full)
-    train_some(optimizer, reference, model, 3)
-    again = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)
-    plain_net = Net()
-    plain = CLASSES[kind][0](plain_net.parameters(), **CLASSES[kind][1])
-    checkpoint.load_full_optim_state_dict(plain_net, plain, again)
-    assert len(plain.state) == len(again["state"])
-    copied_model, copied = copy.deepcopy((model, optimizer))
-    if face != "flat":  # a copied piece is no longer known as one
-        train_some(copied, reference, copied_model, 6)
-
-
-# Training
-
-
-def learn(model: Any, optimizer: Optimizer, index: int, count: int) -> dict[str, Tensor]:
-    """Train on share ``index`` of ``count`` of each batch, in two microbatches, with clipping."""
-    is_parallel = isinstance(model, Parallel)
-    for step in range(4):
-        for micro in range(2):
-            if hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(micro == 1)
-            seed = 10 * step + micro
-            if is_parallel:
-                inputs = ids(4, 4, vocab=VOCAB, seed=seed).chunk(count)[index]
-            else:
-                inputs = noise(12, 6, seed=seed).chunk(count)[index]
-            model(inputs).square().mean().div(2).backward()
-        if step % 2:
-            clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-        else:
-            assert StepGuard(model, optimizer, max_norm=0.1).step()
-        optimizer.zero_grad()
-        if step == 1:  # frozen for a while
-            list(model.parameters())[1].requires_grad_(False)
-        if step == 2:
-            list(model.parameters())[1].requires_grad_(True)
-    if isinstance(model, FSDP):
-        return dict(checkpoint.full_state_dict(model, rank0_only=False))
-    return full_parameters(model)
-
-
-def learns_alike(face: str, kind: str) -> float:
-    make = Parallel if face.startswith("tp") else Net
-    cls, kwargs = CLASSES[kind]
-    net, model = (fill(make().double()) for _ in range(2))
-    expected = learn(net, cls(net.parameters(), **kwargs), 0, 1)
-    index, count = dist.get_rank(), dist.get_world_size()
-    if face.startswith("tp"):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        parallelize(model, mesh["tp"])  # type: ignore[arg-type]
-        options = {"layout": Ragged()} if face == "tp ragged" else {}
-        shard_parallel(model, fully_shard, mesh=mesh["dp"], **options)  # type: ignore[arg-type]
-        index, count = mesh.get_local_rank("dp"), 2
-    else:
-        model = sharded(model, face)
-    found = learn(model, OwnedOptimizer(model.parameters(), cls, **kwargs), index, count)
-    assert len(found) == len(expected)
-    pairs = zip(found.values(), expected.values(), strict=True)
-    return max((one - other).abs().max().item() for one, other in pairs)
-
-
-@pytest.mark.parametrize("kind", ["adafactor", "whitening"])
-@pytest.mark.parametrize(
-    ("world", "face"),
-    [(2, "per_parameter"), (3, "ragged"), (2, "flat"), (4, "hsdp"), (4, "tp"), (4, "tp ragged")],
-)
-def test_trains_like_the_unsharded_model(pool: RankPool, world: int, face: str, kind: str) -> None:
-    assert max(pool.run(world, learns_alike, face, kind)) <= 1e-12
 
 
 # What travels
