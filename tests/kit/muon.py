@@ -61,17 +61,13 @@ def sharded(kind: str) -> tuple[Any, int, int]:
     return model, rank, world
 
 
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
+def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def full(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
-    with unshard_params(model, writeback=False, with_grads=grads):
-        return {
-            clean_name(name): whole(param.grad if grads else param)
-            for name, param in model.named_parameters()
-        }
+def full(model: nn.Module) -> dict[str, Tensor]:
+    with unshard_params(model, writeback=False):
+        return {clean_name(name): whole(param) for name, param in model.named_parameters()}
 
 
 def accumulated(model: Any, number: int, rank: int = 0, world: int = 1) -> None:

@@ -16,61 +16,19 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import checkpoint
 from fullshard.checkpoint import (
     full_optim_state_dict,
+    full_state_dict,
     load_full_optim_state_dict,
     load_full_state_dict,
     sharded_optim_state_dict,
 )
-from fullshard.errors import UnsupportedError
 from fullshard.optim import Muon, StepGuard
 from tests.kit.muon import ADAMW, EXACT, LR, accumulated, full, gaps, in_fp64, made, sharded
 from tests.ranks.models import shard_units
 from tests.ranks.muon import BY_MUON, Model, Reference, backward
-from tests.ranks.pool import RankError, RankPool, on_ranks
-
-PLACES = [
-    (1, "per_parameter"),
-    (2, "per_parameter"),
-    (3, "per_parameter"),
-    (4, "per_parameter"),
-    (1, "ragged"),
-    (2, "ragged"),
-    (3, "ragged"),
-    (4, "ragged"),
-    (2, "flat"),
-    (3, "flat"),
-    (4, "hsdp"),
-    (4, "hsdp ragged"),
-    (4, "tp"),
-    (4, "tp ragged"),
-]
-everywhere = pytest.mark.parametrize(("world", "kind"), PLACES)
-
-
-def given_equal_gradients(kind: str) -> dict[str, float]:
-    model, rank, world = sharded(kind)
-    plain = made()
-    optimizer, reference = Muon(model, lr=LR, adamw=ADAMW), Reference(plain, LR, ADAMW)
-    for number in range(4):
-        accumulated(model, number, rank, world)
-        grads = full(model, grads=True)
-        for name, param in plain.named_parameters():
-            param.grad = grads[name]
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-    return gaps(model, plain)
-
-
-@everywhere
-def test_it_is_bit_equal_given_equal_gradients(pool: RankPool, world: int, kind: str) -> None:
-    """AdamW may round otherwise where a vector ends, see ``test_sharded_optimizer``."""
-    for found in pool.run(world, given_equal_gradients, kind):
-        assert {name: found[name] for name in BY_MUON} == dict.fromkeys(BY_MUON, 0.0)
-        assert max(found.values()) <= 1e-15
+from tests.ranks.pool import RankPool, on_ranks
 
 
 def unsharded(num_steps: int) -> tuple[nn.Module, Reference]:
@@ -93,31 +51,6 @@ def trained(model: Any, optimizer: Muon, steps: range, rank: int, world: int) ->
 
 def muon(model: nn.Module) -> Muon:
     return Muon(model, lr=LR, adamw=ADAMW, ns_dtype=torch.float64)
-
-
-def trains(kind: str) -> tuple[float, float]:
-    """The largest gaps of parameters and of momenta."""
-    model, rank, world = sharded(kind)
-    optimizer = muon(model)
-    trained(model, optimizer, range(4), rank, world)
-    plain, reference = unsharded(4)
-    state = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    momenta = []
-    names = {id(param): name for name, param in plain.named_parameters()}
-    for param, views in reference.views:
-        kept = [reference.muon.state[view]["momentum_buffer"] for view in views]
-        expected = torch.stack(kept).view(param.shape)
-        (key,) = found = state[names[id(param)]]
-        assert key == "momentum_buffer"
-        momenta.append((found[key] - expected).abs().max().item())
-    return max(gaps(model, plain).values()), max(momenta)
-
-
-@everywhere
-def test_training_equals_the_unsharded_run(pool: RankPool, world: int, kind: str) -> None:
-    for params, momenta in pool.run(world, trains, kind):
-        assert params <= EXACT
-        assert momenta <= EXACT
 
 
 def saves(kind: str, folder: str) -> Any:
@@ -219,34 +152,17 @@ def test_each_momentum_is_at_its_owner_only(pool: RankPool) -> None:
 
 
 @on_ranks(2)
-def test_state_goes_through_pytorchs_state_dicts() -> None:
-    """State goes through PyTorch's functions for state dicts, to an optimizer that has stepped."""
-    model, rank, world = sharded("per_parameter")
-    optimizer, other = muon(model), Muon(model, lr=7.0)
-    trained(model, optimizer, range(2), rank, world)
-    set_optimizer_state_dict(model, other, get_optimizer_state_dict(model, optimizer))
-    trained(model, other, range(2, 4), rank, world)
-    assert max(gaps(model, unsharded(4)[0]).values()) <= EXACT
-
-
-@on_ranks(2)
-def test_parameters_may_be_on_meta_at_first() -> None:
+def test_state_goes_through_pytorchs_state_dicts_to_a_model_made_on_meta() -> None:
     """Built, sharded and given to the optimizer before there is any memory."""
-    with torch.device("meta"):
-        model: Any = Model(tied=True).double()
-    shard_units(model, model.layers)
+    model, rank, world = sharded("per_parameter")
     optimizer = muon(model)
-    model.to_empty(device="cpu")
-    load_full_state_dict(model, made().state_dict())
-    trained(model, optimizer, range(2), dist.get_rank(), dist.get_world_size())
-    assert max(gaps(model, unsharded(2)[0]).values()) <= EXACT
-
-
-def flat_parameters() -> None:
-    Muon(FSDP(made(), use_orig_params=False))
-
-
-def test_flat_parameters_are_refused(pool: RankPool) -> None:
-    with pytest.raises(RankError, match="use_orig_params=True"):
-        pool.run(2, flat_parameters)
-    assert issubclass(UnsupportedError, NotImplementedError)
+    trained(model, optimizer, range(2), rank, world)
+    with torch.device("meta"):
+        other: Any = Model(tied=True).double()
+    shard_units(other, other.layers)
+    its = Muon(other, lr=7.0)
+    other.to_empty(device="cpu")
+    load_full_state_dict(other, full_state_dict(model, rank0_only=False))
+    set_optimizer_state_dict(other, its, get_optimizer_state_dict(model, optimizer))
+    trained(other, its, range(2, 4), rank, world)
+    assert max(gaps(other, unsharded(4)[0]).values()) <= EXACT
