@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fullshard._torch import memory as _memory
-from fullshard.tensors import announce_flat
+from fullshard.tensors import cut_flat
 
 __all__ = ["NUMELS", "SHAPES", "neighbours", "parameters"]
 
@@ -20,12 +19,10 @@ NUMELS = tuple(math.prod(shape) for shape in SHAPES)
 def neighbours(seed: int, starts: Sequence[int] = (0, 8, 12, 16)) -> list[Tensor]:
     """Tensors of ``SHAPES`` in a buffer that lives as long as they do, with NaN between them."""
     flat = torch.full((24,), math.nan, dtype=torch.float64)
-    announce_flat(flat, zip(starts, NUMELS, strict=True))
-    parts = []
-    for number, (start, shape) in enumerate(zip(starts, SHAPES, strict=True)):
-        part = _memory.own_storage(flat.narrow(0, start, math.prod(shape)).view(shape))
-        values = torch.arange(part.numel(), dtype=torch.float64).view(shape)
-        parts.append(part.copy_(torch.sin(values + seed + 10 * number)))
+    parts = cut_flat(flat, zip(starts, SHAPES, strict=True))
+    for number, part in enumerate(parts):
+        values = torch.arange(part.numel(), dtype=torch.float64).view(part.shape)
+        part.copy_(torch.sin(values + seed + 10 * number))
     return parts
 
 

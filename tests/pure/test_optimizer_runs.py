@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 from fullshard._torch import memory as _memory
 from fullshard.optim import ShardedOptimizer
 from fullshard.optim.clip import coalesced
-from fullshard.tensors import announce_flat
+from fullshard.tensors import cut_flat
 from tests.kit.owned import Restless
 from tests.pure.buffers import NUMELS, neighbours, parameters
 
@@ -194,9 +194,7 @@ def test_neighbours_are_joined(choose: Callable[[], list[Tensor]], expected: lis
 def test_two_buffers_one_after_the_other_are_not_joined() -> None:
     memory = torch.arange(8.0)
     halves = [_memory.own_storage(memory[:4]), _memory.own_storage(memory[4:])]
-    for half in halves:
-        announce_flat(half, [(0, 2), (2, 2)])
-    parts = [half[at : at + 2] for half in halves for at in (0, 2)]
+    parts = [part for half in halves for part in cut_flat(half, [(0, (2,)), (2, (2,))])]
     assert [part.tolist() for part in coalesced(parts)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     swapped = [*parts[2:], *parts[:2]]  # the order is theirs, not that of memory
     assert [part.tolist() for part in coalesced(swapped)] == [[4, 5, 6, 7], [0, 1, 2, 3]]

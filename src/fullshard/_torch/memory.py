@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from operator import attrgetter
@@ -102,15 +101,19 @@ def own_storage(view: Tensor) -> Tensor:
 
 
 def own_part(
-    flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None
+    flat: Tensor,
+    start: int,
+    shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+    number: int | None = None,
 ) -> Tensor:
     """Return the elements of ``flat`` from index ``start``, with a storage of just that part.
 
     ``stride`` is None for a contiguous tensor. The memory is shared with ``flat``, except on meta,
     where no mode sees the part, since it counts as memory of ``flat`` there, too.
 
-    The storage keeps ``flat`` alive. The Python object of a storage lives as long as the storage,
-    and copies omit its attributes.
+    The storage keeps ``flat`` alive, and has ``start`` and ``number`` for ``tensors/flats.py``. The
+    Python object of a storage lives as long as the storage, and copies omit its attributes.
     """
     if flat.is_meta:
         with no_dispatch():
@@ -125,7 +128,7 @@ def own_part(
         part = torch.empty(0, dtype=flat.dtype, device=flat.device)
         # Empty strides make the result contiguous, which torch's annotations do not say.
         part = part.set_(storage, 0, shape, () if stride is None else stride)
-    storage.kept_alive, storage.start = flat, flat.storage_offset() + start
+    storage.kept_alive, storage.start, storage.number = flat, start, number
     return part
 
 
@@ -135,27 +138,6 @@ def is_at(tensor: Tensor, other: Tensor) -> bool:
         return tensor.data_ptr() == other.data_ptr()
     storages = tensor.untyped_storage()._cdata, other.untyped_storage()._cdata
     return len(set(storages)) == 1 and tensor.storage_offset() == other.storage_offset()
-
-
-def announce(flat: Tensor, parts: dict[int, tuple[int, int]]) -> None:
-    """Remember number and length of each part of ``flat``, by its first element."""
-    storage: Any = flat.untyped_storage()
-    storage.announced = weakref.ref(flat), parts
-
-
-def announced_part(tensor: Tensor) -> tuple[Tensor | None, int, tuple[int, int]]:
-    """Return what was announced of ``tensor``: the flat tensor, the start in it, and the part."""
-    storage: Any = tensor.untyped_storage()
-    start = int(tensor.storage_offset())
-    if not hasattr(storage, "announced"):
-        start += getattr(storage, "start", 0)
-        storage = getattr(storage, "kept_alive", tensor).untyped_storage()
-    announced = getattr(storage, "announced", None)
-    flat = None if announced is None else announced[0]()
-    if announced is None or flat is None:
-        return None, start, (0, 0)
-    start -= flat.storage_offset()
-    return flat, start, announced[1].get(start, (0, 0))
 
 
 def whole_on_meta(tensor: Tensor) -> Tensor | None:

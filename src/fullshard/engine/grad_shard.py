@@ -12,7 +12,7 @@ from fullshard._torch import memory as _memory
 from fullshard.device import StorageMeter
 from fullshard.engine.reduce_input import Reduced
 from fullshard.engine.spec import BucketSpec
-from fullshard.tensors import announce_flat
+from fullshard.tensors import cut_flat
 
 # The mean size in bytes up to which gradients are kept from step to step.
 _KEPT_NBYTES = 16 << 10
@@ -109,7 +109,6 @@ def _cast(spec: BucketSpec, flat: Tensor, dtypes: Sequence[torch.dtype]) -> list
         members = list(group)
         start, last = pieces[members[0]].offset, pieces[members[-1]]
         part = flat[start : last.offset + last.numel].to(dtype, copy=True)
-        announce_flat(part, ((pieces[i].offset - start, pieces[i].numel) for i in members))
-        for i in members:
-            views[i] = _memory.own_part(part, pieces[i].offset - start, pieces[i].shape)
+        places = ((pieces[i].offset - start, pieces[i].shape) for i in members)
+        views |= zip(members, cut_flat(part, places), strict=True)
     return [views[i] for i in range(len(pieces))]

@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fullshard._torch import memory as _memory
 from fullshard.comm import ENCODED, Collectives, Label, encoded
 from fullshard.device import LaneEvent, Lanes, dry_host_tensor, host_tensor
 from fullshard.engine.policy import WireCheck, WirePolicy
 from fullshard.layout import Layout, Segment, round_up
-from fullshard.tensors import Face, HookArguments, ParallelSpec, announce_flat
+from fullshard.tensors import Face, HookArguments, ParallelSpec, cut_flat
 
 
 @dataclass(frozen=True)
@@ -221,8 +220,7 @@ class BucketSpec:
         Each view has a storage of just its part, so that users may pickle and compile it. The views
         keep ``flat`` alive, and ``tensors.flat_part_of`` finds them as neighbors in ``flat``.
         """
-        announce_flat(flat, ((piece.offset, piece.numel) for piece in self.pieces))
-        return [_memory.own_part(flat, piece.offset, piece.shape) for piece in self.pieces]
+        return cut_flat(flat, ((piece.offset, piece.shape) for piece in self.pieces))
 
     def unsharded_param(self, index: int, view: Tensor) -> nn.Parameter:
         """Return a parameter over the memory of ``view``, for modules to use; frozen at first."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import compress, count, pairwise
 from operator import add, attrgetter, itemgetter, ne
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import ConfigError, NonFiniteError
-from fullshard.tensors import Sharding, flat_part_of, placed_pieces_of, sharding_of
+from fullshard.tensors import Sharding, cut_flat, flat_starts, placed_pieces_of, sharding_of
 
 
 def coalesced(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -29,35 +28,23 @@ def coalesced(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     filled = list(filter(Tensor.numel, tensors))
     try:
-        addresses = list(map(Tensor.data_ptr, filled))
-        if not all(map(Tensor.is_contiguous, filled)) or len({t.device for t in filled}) > 1:
-            return filled
+        flats, starts = flat_starts(filled)
     except RuntimeError:  # sparse
         return filled
-    order = sorted(range(len(filled)), key=addresses.__getitem__)
-    by_address = [filled[number] for number in order]
-    starts = [addresses[number] for number in order]
-    ends = list(map(add, starts, map(attrgetter("nbytes"), by_address)))
-    cuts = [at for at, is_cut in enumerate(map(ne, ends, starts[1:]), 1) if is_cut]
+    if not all(map(Tensor.is_contiguous, filled)) or len({t.device for t in filled}) != 1:
+        return filled
+    ids, firsts, order = zip(*sorted(zip(map(id, flats), starts, count())), strict=True)
+    ends = list(map(add, firsts, map(Tensor.numel, map(filled.__getitem__, order))))
+    is_cut = map(ne, zip(ids, ends, strict=True), zip(ids[1:], firsts[1:], strict=True))
     found: list[tuple[int, Tensor]] = []
-    for first, last in pairwise((0, *cuts, len(filled)) if filled else ()):
-        while first < last:
-            stop, view = _view(by_address, starts, first, last)
-            found.append((min(order[first:stop]), view))
-            first = stop
+    for first, stop in pairwise((0, *compress(count(1), is_cut), len(order))):
+        those, flat = order[first:stop], flats[order[first]]
+        if len(those) > 1 and flat is not None and flat.dtype == filled[those[0]].dtype:
+            view = flat.narrow(0, firsts[first], ends[stop - 1] - firsts[first])
+            found.append((min(those), view))
+        else:
+            found += [(number, filled[number]) for number in those]
     return [view for _, view in sorted(found, key=itemgetter(0))]
-
-
-def _view(
-    tensors: Sequence[Tensor], starts: list[int], first: int, last: int
-) -> tuple[int, Tensor]:
-    """Merge neighbors from ``first`` up to ``last`` or the buffer's end; also return the stop."""
-    place = flat_part_of(tensors[first]) if last > first + 1 else None
-    if place is None:
-        return first + 1, tensors[first]
-    stop = bisect_left(starts, place.flat.data_ptr() + place.flat.nbytes, first, last)
-    numel = sum(map(Tensor.numel, tensors[first:stop]))
-    return stop, place.flat.narrow(0, place.start, numel)
 
 
 class _SameGroups(NamedTuple):
@@ -185,8 +172,9 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_SameGroups
         parts = placed_pieces_of(param)
         if not parts:
             found.setdefault(_PLAIN, []).append(grad)
-        for (mesh, placements), start, numel, _ in parts:
-            local = grad if len(parts) == 1 else grad[start : start + numel]
+        places = ((start, (numel,)) for _, start, numel, _ in parts)
+        locals_now = [grad] if len(parts) == 1 else cut_flat(grad, places)
+        for ((mesh, placements), *_), local in zip(parts, locals_now, strict=True):
             alike(mesh, placements).append(local)
     return [_SameGroups(sharding, those, coalesced(those)) for sharding, those in found.items()]
 

@@ -1,8 +1,8 @@
 """Find out which tensors are parts of one flat buffer, and thus neighbors in memory.
 
 Users hold the tensors of a bucket as separate tensors, each with a separate storage object. Code
-that treats them as one tensor, such as an optimizer, asks this module. A flat buffer is announced
-when it is made, and its parts are known by their storages.
+that treats them as one tensor, such as an optimizer, asks this module. A part knows its position
+from the moment when the buffer is cut.
 
     flat     | w w w w w w | . . | b b b |         parts (0, 6) and (8, 3); neighbors
     part     |      0      |     |   1   |         are parts with consecutive numbers
@@ -10,49 +10,62 @@ when it is made, and its parts are known by their storages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fullshard._torch import memory as _memory
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FlatPart:
+class FlatPart(NamedTuple):
     """The position of a tensor in a flat buffer.
 
     Attributes:
         flat: the 1-D buffer. Between neighbors there is only padding, which belongs to no part.
         number: index of the part among the parts that are not empty, in the order of memory.
         start: index in ``flat`` of the first element.
-        stop: one past the last element.
     """
 
     flat: Tensor
     number: int
     start: int
-    stop: int
 
 
-def announce_flat(flat: Tensor, parts: Iterable[tuple[int, int]]) -> None:
-    """Announce that tensors in the memory of ``flat`` are parts, for ``flat_part_of`` to find.
+def cut_flat(flat: Tensor, places: Iterable[tuple[int, Sequence[int]]]) -> list[Tensor]:
+    """Return parts of ``flat``, each with a storage of its own that keeps ``flat`` alive.
 
     Args:
-        flat: the 1-D buffer, the only one in its storage; it is not kept alive.
-        parts: first element and number of elements of each part; empty parts are ignored.
+        flat: the 1-D buffer.
+        places: first element and shape of each part.
     """
-    filled = sorted((start, length) for start, length in parts if length)
-    numbered = {start: (number, length) for number, (start, length) in enumerate(filled)}
-    _memory.announce(flat, numbered)
+    places = list(places)
+    filled = sorted(start for start, shape in places if 0 not in shape)
+    number_of = {start: number for number, start in enumerate(filled)}
+    return [
+        _memory.own_part(flat, start, shape, number=None if 0 in shape else number_of[start])
+        for start, shape in places
+    ]
 
 
 def flat_part_of(tensor: Tensor) -> FlatPart | None:
-    """Return the part that the contiguous ``tensor`` covers completely; None if there is none.
-
-    ``tensor`` is a view of the buffer, or was made by ``_memory.own_part``.
-    """
-    flat, start, (number, length) = _memory.announced_part(tensor)
-    if flat is None or flat.dtype != tensor.dtype or not 0 < length == tensor.numel():
+    """Return the part that ``tensor`` covers completely; None if there is none."""
+    storage: Any = tensor.untyped_storage() if tensor.layout is torch.strided else None
+    number = getattr(storage, "number", None)
+    if number is None or storage.nbytes() != tensor.nbytes or not tensor.is_contiguous():
         return None
-    return FlatPart(flat, number, start, start + length) if tensor.is_contiguous() else None
+    flat = storage.kept_alive
+    return FlatPart(flat, number, storage.start) if flat.dtype == tensor.dtype else None
+
+
+def flat_starts(tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int]]:
+    """Return the buffer of each part and its start there, None and -1 of others; passes in C.
+
+    Raises:
+        RuntimeError: a tensor has no storage, such as a sparse one.
+    """
+    storages = list(map(Tensor.untyped_storage, tensors))
+    flats = map(getattr, storages, repeat("kept_alive"), repeat(None))
+    return list(flats), list(map(getattr, storages, repeat("start"), repeat(-1)))

@@ -29,7 +29,7 @@ from fullshard._torch import memory as _memory
 from fullshard.optim.flat.scalars import StateOf, is_cut, is_cut_tensor
 from fullshard.optim.host import HostedRun, host_like
 from fullshard.optim.inner import EMPTY
-from fullshard.tensors import announce_flat, flat_part_of, local_part, shown_like
+from fullshard.tensors import cut_flat, flat_part_of, local_part, shown_like
 
 _NOTHING: dict[str, Any] = {}
 _MISSING = object()
@@ -41,10 +41,9 @@ def same(one: Iterable[object], other: Iterable[object]) -> bool:
 
 
 class Extent(NamedTuple):
-    """The position of a parameter's elements in the tensor of its run."""
+    """The first index of a parameter's elements in the tensor of its run, and their shape."""
 
     offset: int
-    numel: int
     shape: torch.Size
 
 
@@ -76,11 +75,8 @@ class Run(HostedRun):
         shapes = [local_part(param).shape for param in params]
         self._shape = shapes[0]
         if offsets is not None:
-            self.parts = tuple(
-                Extent(offset, shape.numel(), shape)
-                for offset, shape in zip(offsets, shapes, strict=True)
-            )
-            self._shape = torch.Size([self.parts[-1].offset + self.parts[-1].numel])
+            self.parts = tuple(map(Extent, offsets, shapes))
+            self._shape = torch.Size([offsets[-1] + shapes[-1].numel()])
         self.is_shown = False
         self._shown: dict[str, object] = {}  # by key: the value shown, or the base of the views
         self._copies: dict[str, Tensor] = {}  # by key: one row for each parameter
@@ -191,16 +187,15 @@ class Run(HostedRun):
             values[key] = shown.copy_(value)  # new each step; users keep the old tensor
             return
         grad = self.tensor.grad
-        if grad is not None and grad.numel() and _memory.is_at(value, grad):
-            values[key] = value = value.clone()  # state is the gradient itself, which is released
-        if self.parts is not None and (key not in self.flats or shown is not None):
-            announce_flat(value, ((part.offset, part.numel) for part in self.parts))
-            self.flats[key] = value
+        is_grad = grad is not None and grad.numel() and _memory.is_at(value, grad)  # is released
+        if is_grad or (self.parts is not None and not value.is_contiguous()):
+            values[key] = value = value.clone()
+        views = [value]
+        if self.parts is not None:
+            flat = self.flats[key] = value if shown is not None else self.flats.get(key, value)
+            views = self._parts_of(flat, value.storage_offset() - flat.storage_offset())
         self._shown[key] = value
-        news[key] = [
-            shown_like(param, view)
-            for param, view in zip(self.params, self._views(value), strict=True)
-        ]
+        news[key] = list(map(shown_like, self.params, views))
 
     def _show_shared(self, key: str, value: Tensor, news: dict[str, Sequence[object]]) -> None:
         copies = self._copies.get(key)
@@ -227,12 +222,9 @@ class Run(HostedRun):
                 own[key] = entry
         self._entries = [*chain.from_iterable(map(dict.values, owns))]
 
-    def _views(self, value: Tensor) -> list[Tensor]:
-        """Return each parameter's part of ``value``, in the local shape of the parameter."""
-        if self.parts is None:
-            return [value]
-        views = [value.narrow(0, part.offset, part.numel).view(part.shape) for part in self.parts]
-        return [_memory.own_storage(view) for view in views]
+    def _parts_of(self, flat: Tensor, start: int = 0) -> list[Tensor]:
+        """Return each parameter's part of ``flat``, where the run's tensor begins at ``start``."""
+        return cut_flat(flat, ((start + part.offset, part.shape) for part in self.parts or ()))
 
     def _merge(self, key: str, locals_now: list[Tensor], flats: Container[int]) -> Tensor:
         first = locals_now[0]
@@ -243,8 +235,7 @@ class Run(HostedRun):
             self.flats[key] = flat
             return flat.narrow(0, start, self._shape[0])
         merged = self._new(first, self._shape).zero_()
-        views = [merged.narrow(0, part.offset, part.numel).view(part.shape) for part in self.parts]
-        torch._foreach_copy_(views, locals_now)
+        torch._foreach_copy_(self._parts_of(merged), locals_now)
         return merged
 
     def _new(self, like: Tensor, shape: torch.Size | None = None) -> Tensor:
