@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from fullshard import PerParameter, Ragged, checkpoint, fully_shard
 from fullshard.optim import ShardedGradScaler, ShardedOptimizer, StepGuard, clip_grad_norm_
 from fullshard.optim import host as hosting
-from fullshard.optim.host import HostCopies
+from fullshard.optim.host import Stream
 from tests.kit import (
     checkpoint_async,
     optimizer_mesh,
@@ -35,17 +35,17 @@ from tests.ranks.pool import RankPool
 @contextmanager
 def by_default(fraction: float) -> Iterator[None]:
     """Have optimizers of the block so much state on the host; runs are streamed indeed."""
-    fetched: list[int] = []
+    fetched: list[Any] = []
     defaults: Any = ShardedOptimizer.__init__.__kwdefaults__
-    fetch = HostCopies.fetch
+    fetch = Stream._fetch
 
-    def noted(self: HostCopies, run: Any, home: Any) -> None:
-        fetched.append(len(home))
-        fetch(self, run, home)
+    def noted(self: Stream, runs: Any) -> None:
+        fetched.extend(runs)
+        fetch(self, runs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(defaults, "host_fraction", fraction)
-        patch.setattr(HostCopies, "fetch", noted)
+        patch.setattr(Stream, "_fetch", noted)
         yield
     assert fetched
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fullshard.device import Lane, LaneEvent, host_tensor, make_lanes
+from fullshard.device import Lane, LaneEvent, Lanes, host_tensor, make_lanes
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
-from fullshard.optim.inner import Groups, Inner, Steppable
+from fullshard.optim.inner import Groups, Inner
 from fullshard.tensors import flat_part_of, local_part
+
+if TYPE_CHECKING:
+    from fullshard.optim.flat.run import Run
 
 FRACTION = "host_fraction"
 
@@ -104,149 +106,87 @@ def host_like(like: Tensor, device: torch.device) -> Tensor:
     return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
 
-class HostedRun(Steppable, ABC):
-    """A run, whose state may live on the host."""
-
-    on_host: bool | None
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """The device of its parameters."""
-
-    @abstractmethod
-    def cut(self, values: Mapping[str, Any], scalars: Container[str]) -> dict[str, Tensor]:
-        """Return the state with one element per element of the run."""
-
-
-class HostCopies:
-    """Copies of state between the host and one device, on lanes of their own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._lanes = make_lanes(device)
-        self._back: LaneEvent | None = None  # behind the last copy to the host
-        self._fetched: dict[HostedRun, tuple[dict[str, Tensor], LaneEvent]] = {}
-
-    def fetch(self, run: HostedRun, host_state: Mapping[str, Tensor]) -> None:
-        """Begin to copy ``host_state`` of ``run`` to the device, unless begun already."""
-        if run in self._fetched:
-            return
-        # Copies to the host must end before their results are read and before memory is used again.
-        self._lanes.join(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
-        with self._lanes.on(Lane.HOST_TO_DEVICE):
-            here = {
-                key: torch.empty_strided(
-                    one.shape, one.stride(), dtype=one.dtype, device=self._device
-                ).copy_(one, non_blocking=True)
-                for key, one in host_state.items()
-            }
-            self._fetched[run] = here, self._lanes.mark()
-
-    def take(self, run: HostedRun) -> dict[str, Tensor]:
-        """Return the state of a run on the device; later computation waits for it."""
-        here, arrived = self._fetched.pop(run)
-        self._lanes.untrack_streams()
-        self._lanes.wait_event(Lane.COMPUTE, arrived)
-        return here
-
-    def return_to_host(
-        self, now: dict[str, Tensor], here: dict[str, Tensor], host_state: Any
-    ) -> Any:
-        """Begin to copy stepped state to the host; return the state there, with new entries.
-
-        Args:
-            now: state after the step; tensors in other memory than before are copied once more.
-            here: the result of ``take``; callers may not use it any longer.
-            host_state: memory of ``here`` on the host.
-        """
-        fresh = {key: one for key, one in now.items() if not _is_alike(one, host_state.get(key))}
-        kept = {key: host_state[key] for key in now if key not in fresh}
-        for key in kept:
-            if now[key] is not here[key]:
-                here[key].copy_(now[key])
-        self._lanes.join(Lane.DEVICE_TO_HOST, Lane.COMPUTE)
-        with self._lanes.on(Lane.DEVICE_TO_HOST):
-            for key, one in kept.items():
-                one.copy_(here[key], non_blocking=True)
-            self._back = self._lanes.mark()
-        return kept | {key: self.to_host(one) for key, one in fresh.items()}
-
-    def to_host(self, value: Tensor) -> Tensor:
-        """Return a copy on the host, after the writes of the current lane; block the host."""
-        return host_like(value, self._device).copy_(value)
-
-    def wait(self) -> None:
-        """Block the host until all copies to it are done."""
-        if self._back is not None:
-            self._back.synchronize()
-            self._back = None
-
-    def leave(self) -> None:
-        """Drop what was fetched and not taken, if a step did not get so far."""
-        self._fetched.clear()
-
-
 class Stream:
-    """The turns of a step: first the runs with state on the device, then each other run alone."""
+    """The turns of a step: first the runs with state on the device, then each other run alone.
+
+    State of the others is copied between the host and their device on lanes of our own.
+    """
 
     def __init__(self, inner: Inner) -> None:
         self._inner = inner
-        self._copies: dict[torch.device, HostCopies] = {}
-        self._staying: Sequence[Sequence[HostedRun]] = ()  # by group
-        self._hosted: list[tuple[int, HostedRun]] = []
+        self._lanes: dict[torch.device, Lanes] = {}
+        self._back: dict[torch.device, LaneEvent] = {}  # behind the last copy to the host
+        self._fetched: dict[Run, tuple[dict[str, Tensor], LaneEvent]] = {}
+        self._staying: list[Run] = []
+        self._hosted: list[Run] = []
 
-    def set_runs(self, groups: Groups, runs: Sequence[Sequence[HostedRun]]) -> None:
-        """Set what the next steps step, by group."""
+    def set_runs(self, groups: Groups, runs: Sequence[Run]) -> None:
+        """Set what the next steps step."""
         self._inner.set_runs(groups, runs)
-        self._staying = [[run for run in its if not run.on_host] for its in runs]
-        self._hosted = [(at, run) for at, its in enumerate(runs) for run in its if run.on_host]
+        self._staying = [run for run in runs if not run.on_host]
+        self._hosted = [run for run in runs if run.on_host]
 
-    def to_host(self, run: HostedRun, values: Mapping[str, Any]) -> dict[str, Any]:
+    def to_host(self, run: Run, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``values``, state of ``run`` on its device, with cut state on the host."""
-        copies, cut = self._copies_of(run), run.cut(values, self._inner.scalars)
-        return {**values, **{key: copies.to_host(one) for key, one in cut.items()}}
+        cut = run.cut(values, self._inner.scalars)
+        return {**values, **{key: _on_host(one, run.device) for key, one in cut.items()}}
 
     def turns(self, groups: Groups) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts, in each of which the inner optimizer steps once."""
-        runs = [run for _, run in self._hosted]
+        runs = self._hosted
         self._fetch(runs[:_NUM_FETCHED])
-        if any(self._staying) or not runs:
+        if self._staying or not runs:
             if runs:
                 self._inner.set_runs(groups, self._staying)
             yield nullcontext()
-        for at, (group, run) in enumerate(self._hosted):
+        for at, run in enumerate(runs):
             self._fetch(runs[at : at + _NUM_FETCHED])
-            yield self._turn(groups, group, run)
+            yield self._turn(groups, run)
 
     def wait(self) -> None:
         """Block the host until all state of the host is there."""
-        for copies in self._copies.values():
-            copies.wait()
+        for event in self._back.values():
+            event.synchronize()
+        self._back.clear()
 
     def leave(self) -> None:
-        """End a step, whether or not it got to its end."""
-        for copies in self._copies.values():
-            copies.leave()
+        """Drop what was fetched for turns that did not come."""
+        self._fetched.clear()
 
-    def _copies_of(self, run: HostedRun) -> HostCopies:
-        if run.device not in self._copies:
-            self._copies[run.device] = HostCopies(run.device)
-        return self._copies[run.device]
+    def _lanes_of(self, run: Run) -> Lanes:
+        if run.device not in self._lanes:
+            self._lanes[run.device] = make_lanes(run.device)
+        return self._lanes[run.device]
 
-    def _fetch(self, runs: Sequence[HostedRun]) -> None:
+    def _fetch(self, runs: Sequence[Run]) -> None:
+        """Begin to copy the state of ``runs`` to the device, unless begun already."""
         for run in runs:
-            self._copies_of(run).fetch(run, self._host_state(run))
+            if run in self._fetched:
+                continue
+            lanes = self._lanes_of(run)
+            # Copies to the host must end before their results are read and before memory is used
+            # again.
+            lanes.join(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
+            with lanes.on(Lane.HOST_TO_DEVICE):
+                here = {
+                    key: torch.empty_strided(
+                        one.shape, one.stride(), dtype=one.dtype, device=run.device
+                    ).copy_(one, non_blocking=True)
+                    for key, one in self._host_state(run).items()
+                }
+                self._fetched[run] = here, lanes.mark()
 
-    def _host_state(self, run: HostedRun) -> dict[str, Tensor]:
+    def _host_state(self, run: Run) -> dict[str, Tensor]:
         return run.cut(self._inner.state_of(run) or {}, self._inner.scalars)
 
     @contextmanager
-    def _turn(self, groups: Groups, group: int, run: HostedRun) -> Iterator[None]:
+    def _turn(self, groups: Groups, run: Run) -> Iterator[None]:
         """Step ``run`` alone, with its state on the device."""
-        copies, host_state = self._copies_of(run), self._host_state(run)
-        here = copies.take(run)
-        self._inner.set_runs(groups, [[run] if at == group else [] for at in range(len(groups))])
+        lanes, host_state = self._lanes_of(run), self._host_state(run)
+        here, arrived = self._fetched.pop(run)
+        lanes.untrack_streams()
+        lanes.wait_event(Lane.COMPUTE, arrived)
+        self._inner.set_runs(groups, [run])
         if here:
             self._inner.state_of(run).update(here)  # type: ignore[union-attr]
         try:
@@ -255,7 +195,36 @@ class Stream:
             values = self._inner.state_of(run)
             if values is not None:
                 now = run.cut(values, self._inner.scalars)
-                values.update(copies.return_to_host(now, here, host_state))
+                values.update(self._return_to_host(run, now, here, host_state))
+
+    def _return_to_host(
+        self, run: Run, now: dict[str, Tensor], here: dict[str, Tensor], host_state: Any
+    ) -> Any:
+        """Begin to copy stepped state to the host; return the state there, with new entries.
+
+        Args:
+            run: whose state it is.
+            now: state after the step; tensors in other memory than before are copied once more.
+            here: state before the step, on the device; callers may not use it any longer.
+            host_state: memory of ``here`` on the host.
+        """
+        lanes = self._lanes_of(run)
+        fresh = {key: one for key, one in now.items() if not _is_alike(one, host_state.get(key))}
+        kept = {key: host_state[key] for key in now if key not in fresh}
+        for key in kept:
+            if now[key] is not here[key]:
+                here[key].copy_(now[key])
+        lanes.join(Lane.DEVICE_TO_HOST, Lane.COMPUTE)
+        with lanes.on(Lane.DEVICE_TO_HOST):
+            for key, one in kept.items():
+                one.copy_(here[key], non_blocking=True)
+            self._back[run.device] = lanes.mark()
+        return kept | {key: _on_host(one, run.device) for key, one in fresh.items()}
+
+
+def _on_host(value: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the host, after the writes of the current lane; block the host."""
+    return host_like(value, device).copy_(value)
 
 
 def _is_alike(one: Tensor, other: Tensor | None) -> bool:

@@ -106,11 +106,12 @@ class Steppable:
 
     Attributes:
         tensor: the parameter; it has no memory between steps.
+        group: number of its group.
     """
 
-    def __init__(self, empty: Tensor = EMPTY) -> None:
+    def __init__(self, empty: Tensor = EMPTY, group: int = 0) -> None:
         """Create a parameter that is ``empty`` between steps."""
-        self._empty = empty
+        self._empty, self.group = empty, group
         self.tensor = nn.Parameter(empty.clone())
 
     def bind(self, memory: Tensor, grad: Tensor | None) -> None:
@@ -148,14 +149,16 @@ class Inner:
         """Return whether the optimizer unscales gradients by itself, as fused ones do."""
         return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
 
-    def set_runs(self, groups: Groups, runs: Iterable[Sequence[Steppable]]) -> None:
-        """Replace the runs to step on; ``runs`` has one sequence per group."""
+    def set_runs(self, groups: Groups, runs: Iterable[Steppable]) -> None:
+        """Replace the runs to step on."""
         mine = self._optimizer.param_groups
         del mine[len(groups) :]
         for group in groups[len(mine) :]:
             self._optimizer.add_param_group({"params": [], **options_of(group)})
-        for known, its_runs in zip(mine, runs, strict=True):
-            known["params"][:] = [run.tensor for run in its_runs]
+        for known in mine:
+            known["params"].clear()
+        for run in runs:
+            mine[run.group]["params"].append(run.tensor)
 
     def state_of(self, run: Steppable) -> dict[str, Any] | None:
         """Return the optimizer's state of the run; None if it has none."""

@@ -190,25 +190,18 @@ class ShardedOptimizer(Outer):
         groups, plan = self.param_groups, self._plan
         params = list(chain.from_iterable(map(itemgetter("params"), groups)))
         grads = gradients(params)
-        if (
+        if not (
             plan
             and plan.is_valid(groups, params, grads)
             and all(run.is_untouched(self._state) for run in plan.runs)
-            and plan.bind(grads)
         ):
-            return plan
-        self._plan = None
-        align(params, grads)
-        pairs = zip(numbered(groups), grads, strict=True)
-        runs, candidates = self._find_runs((*one, grad) for one, grad in pairs if grad is not None)
-        group_of = {one.param: one.group for one in candidates}
-        by_group: list[list[Run]] = [[] for _ in groups]
-        for run in runs:
-            by_group[group_of[run.params[0]]].append(run)
-        self._stream.set_runs(groups, by_group)
-        plan = StepPlan(groups, grads, runs, candidates)
-        found = plan.bind(grads)
-        assert found, "a run that was just found lies nowhere"
+            self._plan = None
+            align(params, grads)
+            pairs = zip(numbered(groups), grads, strict=True)
+            found = self._find_runs((*one, grad) for one, grad in pairs if grad is not None)
+            plan = StepPlan(groups, params, grads, *found)
+            self._stream.set_runs(groups, plan.runs)
+        plan.bind(grads)
         return plan
 
     def _step(self, ready: StepPlan, amp: dict[str, Tensor]) -> None:
@@ -241,8 +234,8 @@ class ShardedOptimizer(Outer):
         keys = state_keys_of(params, self._state, self._inner.scalars)
         hosts = self._places(params)
         facts = zip(given, keys, hosts, strict=True)
-        candidates = [Candidate(param, grad, at, key, on) for (at, param, grad), key, on in facts]
-        runs = [self._known(run) or run for run in plan_runs(candidates)]
+        candidates = [Candidate(*one, key, on_host) for one, key, on_host in facts]
+        runs = list(map(self._known, plan_runs(candidates)))
         self._settle([run for run in runs if run is not self._run_of.get(run.params[0])])
         return runs, candidates
 
@@ -253,21 +246,23 @@ class ShardedOptimizer(Outer):
         chosen = hosted(self.param_groups, self._fractions)
         return [id(param) in chosen for param in params]
 
-    def _known(self, run: Run) -> Run | None:
-        """Return the existing run equal to ``run`` if the state that users see is still its own."""
+    def _known(self, run: Run) -> Run:
+        """Return the existing run like ``run`` if users still see its state, else ``run``."""
         old = self._run_of.get(run.params[0])
-        return old if old and old.is_like(run) and old.is_untouched(self._state) else None
+        if old is None or not old.is_like(run) or not old.is_untouched(self._state):
+            return run
+        old.group = run.group
+        return old
 
     def _settle(self, new: Sequence[Run]) -> None:
         """Give the runs in ``new`` the state of their parameters."""
         flats: dict[bool | None, set[int]] = {}
         for run in {*self._run_of.values()}:
             flats.setdefault(run.on_host, set()).update(map(id, run.flats.values()))
-        group_of = {param: self.param_groups[at] for at, param in numbered(self.param_groups)}
         for run in new:
             values = run.read(self._state, flats.get(run.on_host, ()), self._inner.scalars)
             if not values and self._inner.is_eager:
-                values = self._first_state(run, group_of[run.params[0]])
+                values = self._first_state(run)
                 values = self._stream.to_host(run, values) if run.on_host else values
             if values:
                 self._inner.set_state(run, values)
@@ -275,12 +270,10 @@ class ShardedOptimizer(Outer):
         self._inner.keep_only(self._run_of.values())
         self._show(new)
 
-    def _first_state(self, run: Run, group: dict[str, Any]) -> dict[str, Any]:
-        memory = run.memory(local_part(run.params[0]))
-        assert memory is not None
-        run.bind(memory, None)
+    def _first_state(self, run: Run) -> dict[str, Any]:
+        run.bind(run.memory(local_part(run.params[0])), None)
         try:
-            return self._inner.first_state(run, group)
+            return self._inner.first_state(run, self.param_groups[run.group])
         finally:
             run.release()
 

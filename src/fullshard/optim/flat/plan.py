@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise, repeat
-from operator import attrgetter, eq, is_, sub
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from fullshard._torch import dtensor as _dtensor
 from fullshard.optim.flat.run import Run, same
 from fullshard.optim.flat.scalars import is_placed_like
-from fullshard.optim.inner import Groups, numbered
-from fullshard.tensors import FlatPart, flat_part_of, is_ragged, local_part, local_parts
+from fullshard.optim.inner import Groups
+from fullshard.tensors import flat_part_of, flat_starts, is_ragged, local_part, local_parts
 
 
 class Position(NamedTuple):
@@ -45,11 +45,9 @@ def find_runs(positions: Sequence[Position | None]) -> list[tuple[int, ...]]:
     lines: dict[Hashable, list[tuple[int, int]]] = {}
     runs: list[tuple[int, ...]] = []
     for index, position in enumerate(positions):
-        if position is None:
-            runs.append((index,))
-            continue
-        line = lines.setdefault(position.line, [])
-        line.append((len(line) if position.number is None else position.number, index))
+        key, number = position or (("alone", index), 0)
+        line = lines.setdefault(key, [])
+        line.append((len(line) if number is None else number, index))
     for line in lines.values():
         line.sort()
         cuts = [i for i, (one, two) in enumerate(pairwise(line), 1) if one[0] + 1 != two[0]]
@@ -66,68 +64,59 @@ _grad_of = attrgetter("grad")
 
 
 class Candidate:
-    """A parameter to step, with the positions of its memory and of its gradient's.
+    """A parameter to step, and the facts that decide about its run.
 
     Attributes:
         local: its local tensor.
         part: position of ``local`` in a flat buffer; None if it is in none.
-        grad_part: the same for the gradient.
+        position: see ``find_runs``.
     """
 
     def __init__(
         self,
+        group: int,
         param: Tensor,
         grad: Tensor | None,
-        group: int,
         state_key: Hashable,
-        on_host: bool | None = None,
+        on_host: bool | None,
     ) -> None:
         """Describe ``param``; without ``grad``, assume a gradient laid out like the parameter.
 
         Args:
+            group: number of its parameter group.
             param: the parameter.
             grad: its gradient.
-            group: number of its parameter group.
             state_key: the value that parameters must have in common to share state.
             on_host: see ``Run``.
         """
-        self.param, self.group, self.state_key, self.on_host = param, group, state_key, on_host
+        self.param, self.group, self.on_host = param, group, on_host
         self.local = local_part(param)
-        self.part = _part_of(self.local)
-        self.grad_part = self.part if grad is None else _part_of(local_part(grad))
-
-    def position(self, grad_part: FlatPart | None) -> Position | None:
-        """Return the position with the gradient at ``grad_part``; None if either has no buffer."""
+        self.part = flat_part_of(self.local)
+        self.position: Position | None = None
+        grad_part = self.part if grad is None else flat_part_of(local_part(grad))
         if not self.local.numel():
-            kind = (self.local.dtype, self.local.device, self.on_host)
-            return Position((self.group, self.state_key, *kind), None)
-        if self.part is None or grad_part is None:
-            return None
-        shift = (grad_part.number - self.part.number, grad_part.start - self.part.start)
-        line = (self.group, self.state_key, id(self.part.flat), id(grad_part.flat), *shift)
-        return Position(line, self.part.number)
-
-
-def _part_of(local: Tensor) -> FlatPart | None:
-    return flat_part_of(local) if local.layout is torch.strided else None
+            kind = (self.local.dtype, self.local.device, on_host)
+            self.position = Position((group, state_key, *kind), None)
+        elif self.part is not None and grad_part is not None:
+            shift = (grad_part.number - self.part.number, grad_part.start - self.part.start)
+            line = (group, state_key, id(self.part.flat), id(grad_part.flat), *shift)
+            self.position = Position(line, self.part.number)
 
 
 def plan_runs(candidates: Sequence[Candidate]) -> list[Run]:
     """Return new runs of all candidates."""
-    runs = find_runs([one.position(one.grad_part) for one in candidates])
+    runs = find_runs([one.position for one in candidates])
     return [_run_of([candidates[i] for i in run]) for run in runs]
 
 
 def _run_of(members: Sequence[Candidate]) -> Run:
     first = members[0]
-    params = [one.param for one in members]
-    if not first.local.numel():
-        return Run(params, [0] * len(members), first.on_host)
-    if first.part is None and (first.local is first.param or not first.local.is_contiguous()):
-        return Run(params, None, first.on_host)
-    start = first.part.start if first.part else 0
-    offsets = [one.part.start - start if one.part else 0 for one in members]
-    return Run(params, offsets, first.on_host)
+    offsets: list[int] | None = [0] * len(members)
+    if first.part is not None:
+        offsets = [one.part.start - first.part.start for one in members if one.part]
+    elif first.local.numel() and (first.local is first.param or not first.local.is_contiguous()):
+        offsets = None
+    return Run([one.param for one in members], offsets, first.on_host, first.group)
 
 
 class StepPlan:
@@ -141,6 +130,7 @@ class StepPlan:
     def __init__(
         self,
         groups: Groups,
+        params: Sequence[Tensor],
         grads: Sequence[Tensor | None],
         runs: Sequence[Run],
         candidates: Sequence[Candidate],
@@ -149,80 +139,52 @@ class StepPlan:
 
         Args:
             groups: the groups of all parameters.
+            params: all parameters.
             grads: the gradient of each parameter, or None.
             runs: the runs of all parameters with gradients.
-            candidates: the facts from which ``runs`` were made.
+            candidates: the facts about these parameters, in their order.
         """
-        self._params = params = [param for _, param in numbered(groups)]
+        self.runs = runs
+        self._params = params
         self._sizes = [len(group["params"]) for group in groups]
         self._absent = list(map(is_, grads, repeat(None)))
         number_of = {id(param): number for number, param in enumerate(params)}
-        self.runs = runs
         self._firsts = [number_of[id(run.params[0])] for run in runs]
-        self._placed = [param for run in runs if run.parts is not None for param in run.params]
-        self._addresses = self._find()
         self.exposed = [param for run in runs if not run.is_coalesced for param in run.params]
         self._loose = [number_of[id(param)] for param in self.exposed]
-        # Parameters that could be one run. Gradients are freed after each step and may come back at
-        # other addresses; the run stays whole while their distances stay the same.
-        self._mates: list[int] = []
-        self._distances: list[int | None] = []  # from the mate before, None for a run's first
-        self._outside: int | None = None  # a mate whose gradient is in no buffer
-        for those in find_runs([one.position(one.part) for one in candidates]):
-            mates = [(number_of[id(candidates[n].param)], candidates[n]) for n in those]
-            starts = [(grads[n], one.part.start) for n, one in mates if one.part]
-            if len(starts) > 1:
-                nbytes = [start * grad.itemsize for grad, start in starts if grad is not None]
-                self._mates += [n for n, _ in mates]
-                self._distances += [None, *(stop - start for start, stop in pairwise(nbytes))]
-                outside = (n for n, one in mates if one.grad_part is None)
-                self._outside = next(outside, self._outside)
-        self._layout = self._layout_of(grads)
+        # In memory order, so that parameters that can be one run follow each other.
+        present = [number for number, is_none in enumerate(self._absent) if not is_none]
+        parts = [(number, one.part) for number, one in zip(present, candidates, strict=True)]
+        placed = [(id(part.flat), part.number, number) for number, part in parts if part]
+        self._placed = [number for *_, number in sorted(placed)]
+        self._places = self._places_now(params, grads)
 
     def is_valid(self, groups: Groups, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
-        """Return whether the runs are still right as far as addresses tell.
-
-        The caller must also ``bind`` memory to them, because addresses prove nothing once a buffer
-        has been freed.
-        """
+        """Return whether the runs are still right."""
         return (
             same(params, self._params)
             and [len(group["params"]) for group in groups] == self._sizes
             and list(map(is_, grads, repeat(None))) == self._absent
-            and self._find() == self._addresses
-            and self._layout is not None
-            and self._layout == self._layout_of(grads)
-            and (self._outside is None or _part_of(local_part(grads[self._outside])) is None)
+            and self._places is not None
+            and self._places == self._places_now(params, grads)
             and _are_ready(self.exposed, [grads[n] for n in self._loose])
         )
 
-    def bind(self, grads: Sequence[Any]) -> bool:
-        """Bind memory to all runs; if one run's memory is not found, bind none and return False."""
-        memories: list[tuple[Tensor, Tensor]] = []
+    def bind(self, grads: Sequence[Any]) -> None:
+        """Bind memory to all runs."""
         for run, first in zip(self.runs, self._firsts, strict=True):
-            memory, grad = (run.memory(local_part(one)) for one in (run.params[0], grads[first]))
-            if memory is None or grad is None:
-                return False
-            memories.append((memory, grad))
-        for run, bound in zip(self.runs, memories, strict=True):
-            run.bind(*bound)
-        return True
+            run.bind(run.memory(local_part(run.params[0])), run.memory(local_part(grads[first])))
 
-    def _find(self) -> list[int]:
-        return list(map(Tensor.data_ptr, local_parts(self._placed)))
-
-    def _layout_of(self, grads: Sequence[Any]) -> list[bool] | None:
-        """Return flags: gradients that are contiguous, then those at the distance they had.
-
-        None if a gradient has no address, such as a sparse one.
+    def _places_now(self, params: Sequence[Tensor], grads: Sequence[Any]) -> list[Any] | None:
+        """Return where parameters and gradients lie in their buffers, which of them share one, and
+        which are contiguous. None if a gradient has no memory, such as a sparse one.
         """
-        locals_now = list(map(local_part, map(grads.__getitem__, self._mates)))
+        locals_now = local_parts([given[n] for given in (params, grads) for n in self._placed])
         try:
-            addresses = list(map(Tensor.data_ptr, locals_now))
-            contiguous = map(Tensor.is_contiguous, locals_now)
-            return [*contiguous, *map(eq, map(sub, addresses[1:], addresses), self._distances[1:])]
+            flats, starts = flat_starts(locals_now)
         except RuntimeError:
             return None
+        return [*starts, *map(is_, flats, flats[1:]), *map(Tensor.is_contiguous, locals_now)]
 
 
 def align(params: Sequence[Tensor], grads: list[Tensor | None]) -> None:

@@ -27,8 +27,8 @@ from torch import Tensor
 from fullshard._torch import autograd as _autograd
 from fullshard._torch import memory as _memory
 from fullshard.optim.flat.scalars import StateOf, is_cut, is_cut_tensor
-from fullshard.optim.host import HostedRun, host_like
-from fullshard.optim.inner import EMPTY
+from fullshard.optim.host import host_like
+from fullshard.optim.inner import EMPTY, Steppable
 from fullshard.tensors import cut_flat, flat_part_of, local_part, shown_like
 
 _NOTHING: dict[str, Any] = {}
@@ -47,7 +47,7 @@ class Extent(NamedTuple):
     shape: torch.Size
 
 
-class Run(HostedRun):
+class Run(Steppable):
     """Parameters that step as one tensor.
 
     Attributes:
@@ -65,12 +65,13 @@ class Run(HostedRun):
         self,
         params: Sequence[Tensor],
         offsets: Sequence[int] | None,
-        on_host: bool | None = None,
+        on_host: bool | None,
+        group: int,
     ) -> None:
         """Create a run with parameters at ``offsets``, or None for one that keeps its shape."""
         self.params = tuple(params)
         self.on_host = on_host
-        super().__init__(EMPTY.to("meta") if local_part(params[0]).is_meta else EMPTY)
+        super().__init__(EMPTY.to("meta") if local_part(params[0]).is_meta else EMPTY, group)
         self.parts: tuple[Extent, ...] | None = None
         shapes = [local_part(param).shape for param in params]
         self._shape = shapes[0]
@@ -101,18 +102,14 @@ class Run(HostedRun):
 
     # memory
 
-    def memory(self, first: Tensor) -> Tensor | None:
-        """Return the memory of the run, given the local tensor of its first parameter or gradient.
-
-        Return None if ``first`` is not in a buffer with room for the run.
-        """
+    def memory(self, first: Tensor) -> Tensor:
+        """Return the run's memory, given the local part of its first parameter or gradient."""
         if self.parts is None:
             return first.detach()
         if not self.is_coalesced:
             return first.detach().reshape(-1)
         place = flat_part_of(first)
-        if place is None or place.start + self._shape[0] > place.flat.numel():
-            return None
+        assert place is not None, "a run that was just found lies nowhere"
         return place.flat.narrow(0, place.start, self._shape[0])
 
     # state

@@ -189,18 +189,17 @@ def step_round(
     """
     if not one.own and not counts:
         return
-    by_group: list[list[Steppable]] = [[] for _ in groups]
-    for member in one.own.values():
-        by_group[member.owned.group].append(member.steppable)
-    inner.set_runs(groups, by_group)
+    own = [member.steppable for member in one.own.values()]
+    for run, member in zip(own, one.own.values(), strict=True):
+        run.group = member.owned.group
+    inner.set_runs(groups, own)
     pieces = [
         First(member.steppable, member.owned.piece(member.number), member.owned.units)
         for member in one.own.values()
         if member.owned.units is not None and not inner.state_of(member.steppable)
     ]
     with widened(inner, pieces):
-        for group, its in zip(groups, by_group, strict=True):
-            for own in its if inner.is_eager else ():
-                if inner.state_of(own) is None:
-                    inner.set_state(own, inner.first_state(own, group))
+        for run in own if inner.is_eager else ():
+            if inner.state_of(run) is None:
+                inner.set_state(run, inner.first_state(run, groups[run.group]))
         inner.step(groups, amp)

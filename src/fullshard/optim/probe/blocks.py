@@ -114,7 +114,7 @@ def _difference(
         )
         for start, stop in zip(starts, stops, strict=True)
     ]
-    inner.set_runs(groups, [[one.run for one in pieces]])
+    inner.set_runs(groups, [one.run for one in pieces])
     for step in range(_STEPS):
         grad = _values(numel, step + 1, block_size).to(dtype)
         full.grad = grad.view(dims).clone()
