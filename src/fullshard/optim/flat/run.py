@@ -227,10 +227,13 @@ class Run(Steppable):
         first = locals_now[0]
         if self.parts is None:
             return self._new(first).copy_(first)
-        flat, start = self._neighbours(locals_now)
+        found = [part for part in map(flat_part_of, locals_now) if part is not None]
+        flat, _, start = found[0] if found else (None, 0, 0)
         if flat is not None and id(flat) in flats:
-            self.flats[key] = flat
-            return flat.narrow(0, start, self._shape[0])
+            places = [(id(part.flat), part.start) for part in found]
+            if places == [(id(flat), start + part.offset) for part in self.parts]:
+                self.flats[key] = flat
+                return flat.narrow(0, start, self._shape[0])
         merged = self._new(first, self._shape).zero_()
         torch._foreach_copy_(self._parts_of(merged), locals_now)
         return merged
@@ -242,17 +245,6 @@ class Run(Steppable):
         if shape is not None:
             dry = dry.new_empty(shape)
         return host_like(dry, device) if self.on_host else torch.empty_like(dry, device=device)
-
-    def _neighbours(self, locals_now: Sequence[Tensor]) -> tuple[Tensor | None, int]:
-        """Return the buffer that holds the tensors at offsets like the parts', and its start."""
-        places = [flat_part_of(local) for local in locals_now]
-        first = places[0]
-        for place, part in zip(places, self.parts or (), strict=True):
-            if place is None or first is None or place.flat is not first.flat:
-                return None, 0
-            if place.start - first.start != part.offset:
-                return None, 0
-        return (None, 0) if first is None else (first.flat, first.start)
 
 
 def _is_alike(shown: Tensor, value: Tensor, *, rows: bool = False) -> bool:
