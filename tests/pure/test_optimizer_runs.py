@@ -17,7 +17,7 @@ from fullshard.optim import ShardedOptimizer
 from fullshard.optim.clip import coalesced
 from fullshard.tensors import cut_flat
 from tests.kit.owned import Restless
-from tests.pure.buffers import NUMELS, neighbours, parameters
+from tests.pure.buffers import NUMELS, SHAPES, neighbours, parameters
 
 TIGHT = (0, 6, 10, 11)  # without padding
 
@@ -77,6 +77,10 @@ def test_gradients_that_lie_otherwise_split_a_run_as_long_as_they_do() -> None:
     turned = neighbours(11)
     turned[0] = turned[0].t().contiguous().t()
     both.step(turned, num_runs=2)
+    one_tensor = torch.cat([grad.flatten() for grad in neighbours(12)])
+    parts = zip(one_tensor.split(NUMELS), SHAPES, strict=True)
+    both.step([part.view(shape) for part, shape in parts], num_runs=4)  # nobody has cut it
+    both.step(neighbours(13), num_runs=1)
 
 
 def move(params: Sequence[nn.Parameter], starts: Sequence[int]) -> None:
@@ -199,3 +203,9 @@ def test_two_buffers_one_after_the_other_are_not_joined() -> None:
     swapped = [*parts[2:], *parts[:2]]  # the order is theirs, not that of memory
     assert [part.tolist() for part in coalesced(swapped)] == [[4, 5, 6, 7], [0, 1, 2, 3]]
     assert [tuple(part.shape) for part in coalesced(parts[:2])] == [(4,)]
+
+
+def test_parts_seen_in_another_dtype_are_not_joined() -> None:
+    parts = cut_flat(torch.arange(6.0) + 0j, [(0, (2,)), (4, (2,))])
+    seen = list(map(torch.view_as_real, parts))
+    assert [part.tolist() for part in coalesced(seen)] == [part.tolist() for part in seen]

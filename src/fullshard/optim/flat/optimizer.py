@@ -232,19 +232,15 @@ class ShardedOptimizer(Outer):
             own = self._state.get(param, {})
             check_state(self.param_groups, param, own, self._inner.scalars)
         keys = state_keys_of(params, self._state, self._inner.scalars)
-        hosts = self._places(params)
-        facts = zip(given, keys, hosts, strict=True)
-        candidates = [Candidate(*one, key, on_host) for one, key, on_host in facts]
+        chosen = hosted(self.param_groups, self._fractions) if any(self._fractions) else None
+        hosts = [None if chosen is None else id(param) in chosen for param in params]
+        candidates = [
+            Candidate(*one, key, on_host)
+            for one, key, on_host in zip(given, keys, hosts, strict=True)
+        ]
         runs = list(map(self._known, plan_runs(candidates)))
         self._settle([run for run in runs if run is not self._run_of.get(run.params[0])])
         return runs, candidates
-
-    def _places(self, params: Sequence[Tensor]) -> list[bool | None]:
-        """Return for each parameter whether its state is on the host; None: wherever it is."""
-        if not any(self._fractions):
-            return [None] * len(params)
-        chosen = hosted(self.param_groups, self._fractions)
-        return [id(param) in chosen for param in params]
 
     def _known(self, run: Run) -> Run:
         """Return the existing run like ``run`` if users still see its state, else ``run``."""
