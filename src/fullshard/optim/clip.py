@@ -172,8 +172,13 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_SameGroups
         parts = placed_pieces_of(param)
         if not parts:
             found.setdefault(_PLAIN, []).append(grad)
-        places = ((start, (numel,)) for _, start, numel, _ in parts)
-        locals_now = [grad] if len(parts) == 1 else cut_flat(grad, places)
+        spans = [(start, numel) for _, start, numel, _ in parts]
+        if len(parts) == 1 or not grad.numel():
+            locals_now = [grad] * len(parts)
+        elif grad.is_contiguous():
+            locals_now = cut_flat(grad, ((start, (numel,)) for start, numel in spans))
+        else:
+            locals_now = [grad.narrow(0, *span) for span in spans]
         for ((mesh, placements), *_), local in zip(parts, locals_now, strict=True):
             alike(mesh, placements).append(local)
     return [_SameGroups(sharding, those, coalesced(those)) for sharding, those in found.items()]
