@@ -102,6 +102,15 @@ def test_parameters_that_moved_are_found() -> None:
     both.step(neighbours(4, starts=TIGHT), num_runs=1)
 
 
+def test_a_parameter_that_comes_back_joins_its_neighbours() -> None:
+    both = Both(SGD, lr=0.1, momentum=0.9)
+    part = both.mine[1].data
+    both.mine[1].data = part.clone()
+    both.step(neighbours(1), num_runs=3)
+    both.mine[1].data = part.copy_(both.mine[1].data)
+    both.step(neighbours(2), num_runs=1)
+
+
 def test_parts_keep_their_buffer() -> None:
     both = Both()
     grads = neighbours(1)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -122,6 +123,11 @@ def local_of(tensor: DTensor) -> Tensor:
 def locals_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield local tensors in one pass in C; a plain tensor raises ``AttributeError``."""
     return map(_local_tensor, tensors)
+
+
+def locals_or_plain(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield local tensors, and plain tensors themselves, in one pass in C."""
+    return map(getattr, tensors, repeat("_local_tensor"), tensors)
 
 
 def share_specs(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

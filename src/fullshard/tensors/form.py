@@ -27,11 +27,8 @@ def local_part(shown: Tensor) -> Tensor:
 
 
 def local_parts(shown: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``local_part`` of each tensor, in one pass in C if all are DTensors."""
-    try:
-        return list(_dtensor.locals_of(shown))
-    except AttributeError:
-        return list(map(local_part, shown))
+    """Return ``local_part`` of each tensor, in one pass in C."""
+    return list(_dtensor.locals_or_plain(shown))
 
 
 def shown_like(shown: Tensor, local: Tensor) -> Tensor:

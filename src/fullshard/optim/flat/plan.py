@@ -142,7 +142,7 @@ class StepPlan:
             params: all parameters.
             grads: the gradient of each parameter, or None.
             runs: the runs of all parameters with gradients.
-            candidates: the facts about these parameters, in their order.
+            candidates: the facts about these parameters.
         """
         self.runs = runs
         self._params = params
@@ -153,10 +153,10 @@ class StepPlan:
         self.exposed = [param for run in runs if not run.is_coalesced for param in run.params]
         self._loose = [number_of[id(param)] for param in self.exposed]
         # In memory order, so that parameters that can be one run follow each other.
-        present = [number for number, is_none in enumerate(self._absent) if not is_none]
-        parts = [(number, one.part) for number, one in zip(present, candidates, strict=True)]
-        placed = [(id(part.flat), part.number, number) for number, part in parts if part]
-        self._placed = [number for *_, number in sorted(placed)]
+        parts = [(number_of[id(one.param)], one.part) for one in candidates]
+        placed = sorted((id(part.flat), part.number, number) for number, part in parts if part)
+        self._placed = [number for *_, number in placed]
+        self._alone = [number for number, part in parts if not part]
         self._places = self._places_now(params, grads)
 
     def is_valid(self, groups: Groups, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
@@ -176,10 +176,13 @@ class StepPlan:
             run.bind(run.memory(local_part(run.params[0])), run.memory(local_part(grads[first])))
 
     def _places_now(self, params: Sequence[Tensor], grads: Sequence[Any]) -> list[Any] | None:
-        """Return where parameters and gradients lie in their buffers, which of them share one, and
-        which are contiguous. None if a gradient has no memory, such as a sparse one.
+        """Return the positions of parameters, and of gradients of those that lie in buffers.
+
+        These are the start of each, which of them share a buffer with the one before, and which are
+        contiguous. None if a gradient has no memory, such as a sparse one.
         """
-        locals_now = local_parts([given[n] for given in (params, grads) for n in self._placed])
+        shown = [params[n] for n in (*self._alone, *self._placed)]
+        locals_now = local_parts(shown + [grads[n] for n in self._placed])
         try:
             flats, starts = flat_starts(locals_now)
         except RuntimeError:
