@@ -223,12 +223,12 @@ KILLED = """
 import os, signal, sys
 from fullshard.train.data import text, tokenizing
 tokenizing._AT_ONCE = 4
-appear = tokenizing._appear
+appear = tokenizing.appear
 def killed(path, write):
     appear(path, write)
     if path.name == "train-000002.npz":
         os.kill(os.getpid(), signal.SIGKILL)
-tokenizing._appear = killed
+tokenizing.appear = killed
 text.load_text(sys.argv[1], vocab_size=400)
 """
 

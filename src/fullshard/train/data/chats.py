@@ -100,18 +100,18 @@ class ChatTokenizer:
             )
         text = write(messages)
         spans = [_span(write, messages, answer) for answer in wanted]
-        if all(text.startswith(span.text) for span in spans):
-            yield self._sample(text, list(map(self._bounds, spans)))
+        if all(text.startswith(until) for until, _ in spans):
+            yield self._sample(text, [self._bounds(*span) for span in spans])
             return
         for span in spans:
-            yield self._sample(span.text, [self._bounds(span)])
+            yield self._sample(span[0], [self._bounds(*span)])
 
-    def _bounds(self, span: _Span) -> tuple[int, int]:
-        """Return where an answer begins and ends in its text."""
+    def _bounds(self, text: str, start: int) -> tuple[int, int]:
+        """Return where an answer begins and ends in the text that ends with it."""
         # Many templates write a line break after an answer. The answer does not include it.
         end = self._tokenizer.source.eos_token
-        last = span.text.rfind(end, span.start)
-        return span.start, len(span.text) if last < 0 else last + len(end)
+        last = text.rfind(end, start)
+        return start, len(text) if last < 0 else last + len(end)
 
     def _sample(self, text: str, bounds: Sequence[tuple[int, int]]) -> Sample:
         """Return the sample of a text, whose tokens are learned if they overlap ``bounds``."""
@@ -132,13 +132,6 @@ class ChatTokenizer:
                 nbytes += len(text[max(start, counted) : stop].encode())
             counted = max(counted, stop)  # several tokens may share a character
         return Sample(encoded.ids, learned, nbytes)
-
-
-class _Span(NamedTuple):
-    """The text of a chat up to the end of an answer, and the start of the answer in the text."""
-
-    text: str
-    start: int
 
 
 class _Writer:
@@ -219,8 +212,8 @@ def _valid(text: str) -> str:
     return text.encode(errors="replace").decode()  # JSON may hold half a surrogate pair
 
 
-def _span(write: _Writer, messages: Sequence[Any], answer: int) -> _Span:
-    """Return the chat as far as the message ``answer``.
+def _span(write: _Writer, messages: Sequence[Any], answer: int) -> tuple[str, int]:
+    """Return the chat as far as the message ``answer``, and the start of the answer in it.
 
     Raises:
         ConfigError: the text of the chat does not begin with the text of the question.
@@ -232,4 +225,4 @@ def _span(write: _Writer, messages: Sequence[Any], answer: int) -> _Span:
             "generation prompt, so the start of the answer is unknown; mark answers in the "
             "template with {% generation %}"
         )
-    return _Span(text, len(question))
+    return text, len(question)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.errors import ConfigError
-from fullshard.train.data.hub import TABLES, Rows, describes_itself, splits_in, table_in
+from fullshard.train.data.hub import COLUMNS, TABLES, Rows, describes_itself, splits_in, table_in
 
 
 def read_bytes(path: Path) -> bytes:
@@ -59,12 +59,12 @@ _DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-_SKIPPED_FOLDERS = frozenset(
+_SKIPPED = frozenset(  # folders
     ["test", "tests", "encodings", "idlelib", "pydoc_data", "site-packages", "dist-packages"]
 )
 HELD_OUT_OF_256 = 16  # one document in sixteen
 # Fields of a record, columns of a table.
-_TEXT, _CHAT, _TOOLS = "text", "messages", "tools"
+_TEXT, _CHAT, _TOOLS = COLUMNS
 _BOTH = f'--data {{}}: has both "{_TEXT}" and "{_CHAT}"; leave out the one not to be learned'
 _NUM_TOLD = 3  # number of bad records that messages name
 _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")  # of files, not one compressed file
@@ -198,7 +198,7 @@ def collect(data: str | None, *, skip_bad: bool = False) -> Corpus:
 
 def _of_splits(root: Path, bad: BadRecords) -> tuple[list[Document], tuple[str, ...]]:
     """Return the documents of a folder that names its data, and the splits that were not read."""
-    splits = splits_in(root, (_TEXT, _CHAT, _TOOLS))
+    splits = splits_in(root)
     if "train" not in splits and len(splits) > 1:
         raise ConfigError(
             f"--data {root}: has the splits {', '.join(splits)} and none named train; give the "
@@ -253,7 +253,7 @@ def find(data: str | None) -> tuple[Path, list[Path]]:
     """
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & _folders(p, root)]
+        files = [p for p in root.rglob("*.py") if not _SKIPPED & {*p.relative_to(root).parts}]
     else:
         root = Path(data)
         if not root.exists():
@@ -284,7 +284,7 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
     """
     train = [document for document in documents if not document.is_held_out]
     held_out = [document for document in documents if document.is_held_out]
-    share = _size(held_out) / _size(documents)
+    share = size_of(held_out) / size_of(documents)
     if 1 / 64 < share < 1 / 4:
         return train, held_out
     if documents[0].is_chat:
@@ -299,7 +299,8 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
     return train, [replace(document, text=document.text[cut:]) for document, cut in pairs]
 
 
-def _size(documents: Sequence[Document]) -> int:
+def size_of(documents: Sequence[Document]) -> int:
+    """Return the number of characters of documents."""
     return sum(len(document.text) for document in documents)
 
 
@@ -330,8 +331,7 @@ def _records(path: Path) -> Records | None:
 
 
 def _rows_of(path: Path) -> Records:
-    rows = table_in(path, _kind(path), (_TEXT, _CHAT, _TOOLS))
-    return _read_rows(rows, str(path))
+    return _read_rows(table_in(path, _kind(path)), str(path))
 
 
 def _kind(path: Path) -> str:
@@ -410,7 +410,8 @@ def _record(record: Any, where: str) -> Mapping[str, Any] | ConfigError:
         return ConfigError(_BOTH.format(where))
     if is_text:  # JSON may hold half a surrogate pair
         return {_TEXT: known[_TEXT].encode(errors="replace").decode()}
-    if _is_chat(known):
+    messages = known[_CHAT] if isinstance(known.get(_CHAT), list) else []
+    if messages and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         return known
     kinds = {key: f" ({type(known[key]).__name__})" for key in (_TEXT, _CHAT) if key in known}
     names = ", ".join(key + kinds.get(key, "") for key in known)
@@ -418,15 +419,6 @@ def _record(record: Any, where: str) -> Mapping[str, Any] | ConfigError:
     return ConfigError(
         f'--data {where}: expected an object with the field "{_TEXT}", a string, or "{_CHAT}", '
         f'objects with "role" and "content"; found {found or "nothing"}'
-    )
-
-
-def _is_chat(record: Mapping[str, Any]) -> bool:
-    messages = record.get(_CHAT)
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
     )
 
 
@@ -444,10 +436,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
-def _folders(path: Path, root: Path) -> set[str]:
-    return set(path.relative_to(root).parts[:-1])
 
 
 def _is_visible(path: Path, root: Path) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from fullshard.train.extras import imported
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 """Extensions of tables, with the name of their reader in the library."""
+
+COLUMNS = ("text", "messages", "tools")
+"""The columns to read, as far as they are there."""
 
 _FRONT = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
 
@@ -32,36 +36,29 @@ def _is_saved(root: Path) -> bool:
     return "dataset_dict.json" in there or {"dataset_info.json", "state.json"} <= there
 
 
-def splits_in(root: Path, columns: Collection[str]) -> dict[str, Rows]:
+def splits_in(root: Path) -> dict[str, Rows]:
     """Return the rows of a folder that names its data, by the name of the split.
-
-    Args:
-        root: the folder.
-        columns: the columns to read, as far as they are there.
 
     Raises:
         ConfigError: the library is not installed, or cannot read the folder.
     """
     library = _library(root)
     place = str(root.resolve())  # a relative path may be the name of a reader
-    try:
+    with _reading(root):
         if _is_saved(root):
             found = library.load_from_disk(place)
         else:
             found = library.load_dataset(place, streaming=True)
-    except Exception as error:  # of many classes
-        raise _cannot_be_read(root, error) from error
     splits: Mapping[str, Any] = found if isinstance(found, dict) else {"rows": found}
-    return {name: _rows(rows, root, columns) for name, rows in splits.items()}
+    return {name: _rows(rows, root) for name, rows in splits.items()}
 
 
-def table_in(path: Path, kind: str, columns: Collection[str]) -> Rows:
+def table_in(path: Path, kind: str) -> Rows:
     """Yield the rows of a table with the extension ``kind``; CSV and parquet may be compressed.
 
     Args:
         path: the file.
         kind: its extension, a key of ``TABLES``.
-        columns: the columns to read, as far as they are there.
 
     Raises:
         ConfigError: the library is not installed, or cannot read the file.
@@ -72,13 +69,11 @@ def table_in(path: Path, kind: str, columns: Collection[str]) -> Rows:
         options = {"sep": "\t" if kind == ".tsv" else ",", "keep_default_na": False}
         options["converters"] = {"text": str}
     place = glob.escape(str(path.resolve()))
-    try:
+    with _reading(path):
         rows = library.load_dataset(
             TABLES[kind], data_files=place, split="train", streaming=True, **options
         )
-    except Exception as error:  # of many classes
-        raise _cannot_be_read(path, error) from error
-    yield from _rows(rows, path, columns)
+    yield from _rows(rows, path)
 
 
 def _library(where: Path) -> Any:
@@ -87,20 +82,25 @@ def _library(where: Path) -> Any:
     return library
 
 
-def _rows(rows: Any, where: Path, columns: Collection[str]) -> Rows:
-    try:
+def _rows(rows: Any, where: Path) -> Rows:
+    with _reading(where):
         if (names := rows.column_names) is not None:
-            rows = rows.select_columns([name for name in names if name in columns])
+            rows = rows.select_columns([name for name in names if name in COLUMNS])
         yield from enumerate(rows if names is None or rows.column_names else ())
-    except Exception as error:  # of many classes
-        raise _cannot_be_read(where, error) from error
     if names is not None and not rows.column_names:
         raise ConfigError(
-            f"--data {where}: has none of the columns {', '.join(columns)}; found "
+            f"--data {where}: has none of the columns {', '.join(COLUMNS)}; found "
             f"{', '.join(names)}"
         )
 
 
-def _cannot_be_read(where: Path, error: Exception) -> ConfigError:
-    reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
-    return ConfigError(f"--data {where}: cannot be read by the datasets library ({reason})")
+@contextmanager
+def _reading(where: Path) -> Iterator[None]:
+    """Raise ``ConfigError`` for any error of the library in the block."""
+    try:
+        yield
+    except Exception as error:  # of many classes
+        reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
+        raise ConfigError(
+            f"--data {where}: cannot be read by the datasets library ({reason})"
+        ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,18 +37,6 @@ class Batch(NamedTuple):
         return [torch.from_numpy(values) for values in self if values is not None]
 
 
-class Rows(Protocol):
-    """Numbered rows; the length is the number of rows."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, rows: Indices) -> Batch:
-        """Return these rows."""
-
-    def num_learned(self, rows: Indices) -> int:
-        """Return how many labels of these rows are not ``IGNORED``."""
-
-
 @dataclass(frozen=True)
 class Windows:
     """A text cut into rows of ``seq`` tokens; every token but the first is learned."""
@@ -60,13 +48,13 @@ class Windows:
         return max(0, (len(self.tokens) - 1) // self.seq)
 
     def read(self, rows: Indices) -> Batch:
-        """See ``Rows``. The label of a row's last token is the first of the next row."""
+        """Return these rows. The label of a row's last token is the first of the next row."""
         starts = rows[:, None] * self.seq
         windows: Indices = self.tokens[starts + np.arange(self.seq + 1)].astype(np.int64)
         return Batch(windows[:, :-1], windows[:, 1:], None)
 
     def num_learned(self, rows: Indices) -> int:
-        """See ``Rows``."""
+        """Return how many labels of these rows are not ``IGNORED``."""
         return len(rows) * self.seq
 
 
@@ -100,7 +88,7 @@ class Packed:
         return int((np.diff(self.starts) > self.seq + 1).sum())
 
     def read(self, rows: Indices) -> Batch:
-        """See ``Rows``. Behind the last sample, every place has position 0."""
+        """Return these rows. Behind the last sample, every place has position 0."""
         shape = (len(rows), self.seq)
         tokens, labels = np.full(shape, self.padding), np.full(shape, IGNORED)
         positions = np.zeros(shape, np.int64)
@@ -117,7 +105,7 @@ class Packed:
         return Batch(tokens, labels, None if self.alone else positions)
 
     def num_learned(self, rows: Indices) -> int:
-        """See ``Rows``."""
+        """Return how many labels of these rows are not ``IGNORED``."""
         return int(self._num_learned_of_rows[rows].sum())
 
     @cached_property
@@ -151,6 +139,10 @@ class Packed:
     @cached_property
     def _num_learned_of_rows(self) -> Indices:
         return np.array([self._num_learned[row].sum() for row in self._rows], np.int64)
+
+
+Rows = Windows | Packed
+"""Numbered rows; the length is the number of rows."""
 
 
 def pack(sizes: list[int], capacity: int) -> list[list[int]]:

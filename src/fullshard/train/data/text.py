@@ -33,6 +33,7 @@ from fullshard.train.data.documents import BadRecords, Document, collect, find
 from fullshard.train.data.rows import Indices, Packed, Rows, Tokens, Windows
 from fullshard.train.data.tokenizer import PretrainedTokenizer
 from fullshard.train.data.tokenizing import END, fill_cache
+from fullshard.train.files import appear
 
 LEAST_TOKENS = 257  # one per byte value, and END
 MOST_TOKENS = 1 << 15  # only unusually large texts fill more; ids are uint16
@@ -173,10 +174,7 @@ class Feed:
     def read(self, *, step: int, rank: int) -> list[Tensor]:
         """Return the tensors that ``rank`` reads in ``step``, one microbatch after the other."""
         order = self.order
-        rows = [
-            order.rows(step=step, microbatch=microbatch, rank=rank)
-            for microbatch in range(order.accumulate)
-        ]
+        rows = [order.rows(step=step, microbatch=n, rank=rank) for n in range(order.accumulate)]
         return self.rows.read(np.concatenate(rows)).tensors()
 
     def num_learned(self, step: int) -> int:
@@ -238,8 +236,7 @@ def _known(
     of_model = hashlib.sha256(json.dumps([_FORMAT, vocab_size]).encode())
     if given is not None:
         of_model.update(given.identity(of_chats=True).encode())
-    seen = _seen(data, of_model.hexdigest())
-    assert seen is not None
+    seen, _ = _seen(data, of_model.hexdigest())
     with _alone(seen):
         with suppress(OSError, ValueError, KeyError):
             told: dict[str, Any] = json.loads(seen.read_text())
@@ -263,17 +260,16 @@ def _known(
         with _alone(folder):  # another process may have the same text in other files
             if not folder.exists():
                 fill_cache(folder, documents, vocab_size, given)
-        if _seen(data, of_model.hexdigest(), sure=True) == seen:
-            unfinished = seen.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps(told))
-            unfinished.replace(seen)
+        again, newest_ns = _seen(data, of_model.hexdigest())
+        if again == seen and time.time_ns() - newest_ns >= _UNSURE_NS:
+            appear(seen, lambda to: to.write_text(json.dumps(told)))
         return told
 
 
-def _seen(data: str | None, of_model: str, *, sure: bool = False) -> Path | None:
-    """Return the path of the text's facts, by names, sizes and times of all its files.
+def _seen(data: str | None, of_model: str) -> tuple[Path, int]:
+    """Return the path of the text's facts, and the time of the latest change, in nanoseconds.
 
-    With ``sure``, return None if a file was changed too recently.
+    Names, sizes and times of all files of the text give the path.
     """
     root, files = find(data)
     digest = hashlib.sha256(f"{of_model} {root.absolute()}".encode())
@@ -283,9 +279,7 @@ def _seen(data: str | None, of_model: str, *, sure: bool = False) -> Path | None
         times = facts.st_mtime_ns, facts.st_ctime_ns
         newest_ns = max(newest_ns, *times)
         digest.update(repr((str(path), facts.st_size, *times, facts.st_ino)).encode())
-    if sure and time.time_ns() - newest_ns < _UNSURE_NS:
-        return None
-    return _cache_root() / "seen" / f"{digest.hexdigest()[:32]}.json"
+    return _cache_root() / "seen" / f"{digest.hexdigest()[:32]}.json", newest_ns
 
 
 @functools.lru_cache(maxsize=2)

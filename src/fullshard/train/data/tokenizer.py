@@ -90,22 +90,14 @@ def _read(folder: Path) -> Any:
 def _plain(folder: Path, source: Any) -> Tokenizer:
     if not getattr(source, "is_fast", False):
         raise ConfigError(f"--init {folder}: there is no tokenizer.json, which the text needs")
-    facts = json.loads(source.backend_tokenizer.to_str())
+    facts = json.loads(source.backend_tokenizer.to_str(), object_hook=_with_offsets)
     # A tokenizer.json keeps the truncation and padding of earlier calls.
     facts |= {"truncation": None, "padding": None}
-    _keep_offsets(facts)
     plain = Tokenizer.from_str(json.dumps(facts))
     plain.encode_special_tokens = bool(getattr(source, "split_special_tokens", False))
     return plain
 
 
-def _keep_offsets(value: Any) -> None:
-    """Make all post-processors in ``value`` leave offsets as they are; tokens do not change."""
-    if isinstance(value, dict):
-        if "trim_offsets" in value:
-            value["trim_offsets"] = False
-        for inner in value.values():
-            _keep_offsets(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            _keep_offsets(inner)
+def _with_offsets(part: dict[str, Any]) -> dict[str, Any]:
+    """Make a post-processor leave offsets as they are; tokens do not change."""
+    return part | {"trim_offsets": False} if "trim_offsets" in part else part

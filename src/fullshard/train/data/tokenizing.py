@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -18,8 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from fullshard.errors import ConfigError
 from fullshard.progress import Operation
 from fullshard.train.data.chats import ChatTokenizer, Sample
-from fullshard.train.data.documents import BadRecords, Document, split
+from fullshard.train.data.documents import BadRecords, Document, size_of, split
 from fullshard.train.data.tokenizer import PretrainedTokenizer
+from fullshard.train.files import appear
 from fullshard.train.showing import showing_progress
 
 END = "<|end|>"  # end mark between documents; its id is 0
@@ -63,7 +63,7 @@ def fill_cache(
         facts: dict[str, Any] = {"end": end}
         bad = BadRecords()
         with showing_progress():
-            work = Operation("tokenizing", _size(documents), "characters")
+            work = Operation("tokenizing", size_of(documents), "characters")
             for name, part in (("train", train), ("held_out", held_out)):
                 if given is not None and documents[0].is_chat:
                     make = _of_chats(ChatTokenizer(given), _dtype_of(tokenizer))
@@ -97,7 +97,7 @@ def _tokenizer(
         tokenizer = Tokenizer.from_file(str(kept))
     else:
         tokenizer = train_tokenizer([document.text for document in train], vocab_size)
-        _appear(kept, lambda path: tokenizer.save(str(path)))
+        appear(kept, lambda path: tokenizer.save(str(path)))
     return tokenizer, tokenizer.get_vocab()[END]
 
 
@@ -113,9 +113,9 @@ def _groups(
         path = start.with_name(f"{start.name}-{number:06d}.npz")
         if not path.exists():
             arrays = make(group)
-            _appear(path, lambda to, arrays=arrays: np.savez(to, **arrays))  # type: ignore[misc]
+            appear(path, lambda to, arrays=arrays: np.savez(to, **arrays))  # type: ignore[misc]
         yield path
-        work.add(_size(group))
+        work.add(size_of(group))
 
 
 def _read(files: Sequence[Path], key: str) -> Iterator[npt.NDArray[Any]]:
@@ -123,17 +123,6 @@ def _read(files: Sequence[Path], key: str) -> Iterator[npt.NDArray[Any]]:
     for path in files:
         with np.load(path) as found:
             yield found[key]
-
-
-def _size(documents: Sequence[Document]) -> int:
-    return sum(len(document.text) for document in documents)
-
-
-def _appear(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` with a temporary path, and rename the complete file to ``path``."""
-    unfinished = path.with_name(f"{os.getpid()}-{path.name}")
-    write(unfinished)
-    unfinished.replace(path)
 
 
 def _of_texts(tokenizer: Tokenizer, end: int) -> Callable[[Sequence[Document]], Arrays]:
