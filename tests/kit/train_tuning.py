@@ -58,7 +58,7 @@ def tuned(config: TrainConfig, until: int, folder: str | None) -> tuple[list[flo
     records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
     trainer.save(until)
     trainer.saves.wait()
-    evaluated = trainer.evaluation.run().bits_per_byte
+    evaluated = trainer.evaluation.run()[0]
     if folder is not None:
         export(trainer.model, config, text_of(config).tokenizer, trainer.world, Path(folder))
         dist.barrier()

@@ -27,7 +27,7 @@ from fullshard.train.config import Dtype, TrainConfig
 from fullshard.train.data.text import load_text
 from fullshard.train.job import launch, worker
 from fullshard.train.job.command import _kinds
-from fullshard.train.run.folder import Origin, RunDir, RunLock, describe, read_origin
+from fullshard.train.run.folder import Origin, RunDir, describe, locked, read_origin
 
 
 @pytest.fixture(autouse=True)
@@ -99,9 +99,11 @@ def test_help_has_groups_and_whole_options_at_any_width(
 def started(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The configurations with which workers would have been started."""
     configs: list[TrainConfig] = []
-    monkeypatch.setattr(
-        launch, "_start_workers", lambda nproc, path: configs.append(TrainConfig.load(path))
-    )
+
+    def start(nproc: int, *arguments: str, keeps_going: bool) -> None:
+        configs.append(TrainConfig.load(Path(arguments[-1])))
+
+    monkeypatch.setattr(launch, "start_workers", start)
     return configs
 
 
@@ -299,7 +301,7 @@ def test_one_job_at_a_time_trains_in_a_folder(
     run = RunDir(elsewhere / "here")
     a_checkpoint(run, started[0], key_of_text(started), 4)
     again = [*options, "--steps", "9", *(["--resume"] if resume else [])]
-    with RunLock(run.lock):
+    with locked(run.lock):
         before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
         capfd.readouterr()
         assert main(again) == 2
@@ -411,10 +413,10 @@ def failed(tmp_path: Path, rank: int, exitcode: int, **record: object) -> Proces
 def explained(
     monkeypatch: pytest.MonkeyPatch, elsewhere: Path, failures: list[ProcessFailure]
 ) -> int:
-    def fail(nproc: int, config: Path) -> None:
+    def fail(nproc: int, *arguments: str, keeps_going: bool) -> None:
         raise launch.ChildFailedError("job", dict(enumerate(failures)))
 
-    monkeypatch.setattr(launch, "_start_workers", fail)
+    monkeypatch.setattr(launch, "start_workers", fail)
     return main(["train", "--data", text_file(elsewhere), "--seq", "16"])
 
 

@@ -173,7 +173,7 @@ RESUMING = [
 ]
 
 
-def refuse_to_start(nproc: int, config: Path) -> None:
+def refuse_to_start(nproc: int, *arguments: str, keeps_going: bool) -> None:
     raise AssertionError("a worker was started")
 
 
@@ -183,7 +183,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (*LAUNCHED, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(launch, "_start_workers", refuse_to_start)
+    monkeypatch.setattr(launch, "start_workers", refuse_to_start)
     monkeypatch.setitem(sys.modules, "datasets", None)
     here = tmp_path / "here"
     here.mkdir()

@@ -33,7 +33,7 @@ from fullshard.train.optimizer import (
     set_options,
 )
 from fullshard.train.run.folder import RunDir
-from fullshard.train.run.metrics import MetricsFile, StepRecord, drop_after, read_metrics
+from fullshard.train.run.metrics import StepRecord, drop_after, read_metrics
 
 TINY = ModelConfig(dim=16, num_layers=2, num_heads=2, ffn_dim=32, vocab_size=50, lr=1e-3)
 
@@ -252,9 +252,7 @@ def record(step: int, bits: float | None = None) -> StepRecord:
 
 def test_metrics_are_one_object_a_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
-        metrics.write(record(1))
-        metrics.write(record(2, bits=2.5))
+    path.write_text(f"{record(1).to_json()}\n{record(2, bits=2.5).to_json()}\n")
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     learning = {"step", "loss", "tokens_per_s", "lr", "grad_norm", "seconds"}
     assert set(first) == learning | {"peak_memory_nbytes", "shard_nbytes", "waiting"}
@@ -263,14 +261,11 @@ def test_metrics_are_one_object_a_step(tmp_path: Path) -> None:
 
 def test_resuming_drops_later_steps_and_a_line_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
-        for step in range(1, 6):
-            metrics.write(record(step))
-    with path.open("a") as file:
-        file.write('{"step": 6, "lo')
+    complete = [f"{record(step).to_json()}\n" for step in range(1, 6)]
+    path.write_text("".join(complete) + '{"step": 6, "lo')
     drop_after(path, 3)
-    with MetricsFile(path) as metrics:
-        metrics.write(record(4))
+    with path.open("a") as metrics:
+        metrics.write(complete[3])
     assert [each["step"] for each in read_metrics(path)] == [1, 2, 3, 4]
 
 

@@ -42,7 +42,7 @@ def trained(config: TrainConfig, losses: dict[int, float], folder: str | None) -
         config.save(RunDir(Path(config.out)).config)
     for step, bits in losses.items():
         trainer.record(trainer.start(step))
-        trainer.evaluated = step, bits
+        trainer.bits = {step: bits}
         trainer.save(step)
     trainer.saves.wait()
     if folder is not None:

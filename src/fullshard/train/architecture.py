@@ -59,10 +59,8 @@ def choose_architecture(config: TrainConfig) -> Architecture:
     chosen: Architecture
     if name in SIZES:
         chosen = GptArchitecture(SIZES[name])
-    elif name in PUBLISHED:
-        chosen = load_published(name)
     else:
-        chosen = load_hf(name.removeprefix(HF))
+        chosen = load_published(name) if name in PUBLISHED else load_hf(name.removeprefix(HF))
     if chosen.max_seq is not None and config.seq > chosen.max_seq:
         raise ConfigError(
             f"--seq is {config.seq}, but --model {name} reads at most {chosen.max_seq} tokens: "

@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import json
 import math
-import os
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fullshard import WirePolicy
 from fullshard.errors import ConfigError
+from fullshard.train.files import appear
 from fullshard.train.published import PUBLISHED
 
 
@@ -380,9 +380,7 @@ class TrainConfig:
 
     def save(self, path: Path) -> None:
         """Write the configuration to ``path`` atomically."""
-        unfinished = path.with_name(path.name + ".tmp")
-        unfinished.write_text(self.to_json(), encoding="utf-8")
-        os.replace(unfinished, path)
+        appear(path, lambda to: to.write_text(self.to_json(), encoding="utf-8"))
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +14,6 @@ from fullshard.train.architecture import logits_and_added_loss, next_token_logit
 from fullshard.train.config import TrainConfig
 from fullshard.train.data import IGNORED, TokenizedText
 from fullshard.train.world import World
-
-
-class Evaluated(NamedTuple):
-    """The loss of held-out text."""
-
-    bits_per_byte: float
-    nats_per_token: float
 
 
 class Evaluation:
@@ -37,8 +29,11 @@ class Evaluation:
         self._bytes_per_token = torch.from_numpy(text.bytes_per_token())
 
     @torch.no_grad()
-    def run(self) -> Evaluated:
-        """Return the loss of held-out text; windows do not depend on the number of workers."""
+    def run(self) -> tuple[float, float]:
+        """Return the loss of held-out text, in bits per byte and in nats per token.
+
+        Windows do not depend on the number of workers.
+        """
         config, world, model = self._config, self._world, self._model
         available = len(self._rows)
         count = min(config.eval_sequences, available)
@@ -62,7 +57,7 @@ class Evaluation:
             work.add(min(per_round, count - start))
         model.train()
         nats, nbytes, count = world.rows(nats, nbytes, num_tokens).sum(dim=0).tolist()
-        return Evaluated(nats / math.log(2) / nbytes, nats / count)
+        return nats / math.log(2) / nbytes, nats / count
 
 
 def training_loss(

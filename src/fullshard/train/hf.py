@@ -41,8 +41,7 @@ class HfArchitecture:
     @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding."""
-        size: int = self.config.get_text_config().vocab_size
-        return size
+        return int(self.config.get_text_config().vocab_size)
 
     @property
     def max_seq(self) -> int | None:
@@ -56,11 +55,9 @@ class HfArchitecture:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
         models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-        try:
-            model = models[type(self.config)]
-        except KeyError:
-            return True  # building the model raises the error
-        return "position_ids" in inspect.signature(model.forward).parameters
+        model = models.get(type(self.config), None)
+        # If there is none, building the model raises the error.
+        return model is None or "position_ids" in inspect.signature(model.forward).parameters
 
     def description(self) -> dict[str, Any]:
         """Return the class, and the fields that differ from its defaults.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from fullshard.train.evaluation import Evaluation, training_loss
 from fullshard.train.optimizer import build_optimizer, set_learning_rate, set_options
 from fullshard.train.run import (
     HeldOut,
-    MetricsFile,
     Reporter,
     RunDir,
     Saves,
@@ -92,28 +91,23 @@ def train(
             flops=planned_flops(run),
             device_nbytes=device_nbytes(world.device),
         ) as reporter,
-        MetricsFile(run.metrics, enabled=world.is_first) as metrics,
+        open(
+            run.metrics if world.is_first else os.devnull, "a", encoding="utf-8", buffering=1
+        ) as metrics,  # each step is written at its end
         tracker_of(config, first=first, enabled=world.is_first) as tracker,
         stopping() as trainer.stopping,
         recording(config, run, trainer.model),
         on_progress(reporter.show_operation),
-        ExitStack() as told,
     ):
 
         def tell(step: StartedStep) -> None:
             record = trainer.record(step)
-            metrics.write(record)
+            metrics.write(record.to_json() + "\n")
             figures = record.known()
             tracker.write(int(figures.pop("step")), figures)
             reporter.show(record)
 
         last: StartedStep | None = None  # the device may still compute its figures
-
-        def tell_last() -> None:
-            if last is not None and last.rows.is_here and not last.evaluates:
-                tell(last)
-
-        told.callback(tell_last)  # the next life of the job may continue after this step
         step, why_over = first, None
         while step < config.last_step and not trainer.stopping.is_agreed and why_over is None:
             step += 1
@@ -258,7 +252,7 @@ class Trainer:
         )
         self.saves = Saves(config, marks_best=world.is_first)
         self.held_out = HeldOut()
-        self.evaluated: tuple[int, float] | None = None
+        self.bits: dict[int, float] = {}  # of the last evaluation, by its step
         self.bad_records = text.bad.count
         self.feed = Feed.of(config, text, world.size)
         self.evaluation = Evaluation(self.model, config, text, world)
@@ -308,11 +302,11 @@ class Trainer:
         )
         self.stopping.is_agreed |= bool(asked.any())
         num_tokens = config.batch * config.seq * config.accumulate * self.world.size
-        evaluated = None
+        evaluated: dict[str, float] = {}
         if started.evaluates:
-            evaluated = self.evaluation.run()
-            self.evaluated = step, evaluated.bits_per_byte
-            self.held_out = self.held_out.after(*self.evaluated)
+            bits, nats = self.evaluation.run()
+            evaluated = {"eval_bits_per_byte": bits, "eval_loss": nats}
+            self.bits, self.held_out = {step: bits}, self.held_out.after(step, bits)
         return StepRecord(
             step=step,
             loss=losses[losses.isfinite()].mean().item(),
@@ -323,8 +317,7 @@ class Trainer:
             peak_memory_nbytes=int(peaks.max()),
             shard_nbytes=int(shards.max()),
             waiting=waits_s.mean().item() / started.seconds,
-            eval_bits_per_byte=None if evaluated is None else evaluated.bits_per_byte,
-            eval_loss=None if evaluated is None else evaluated.nats_per_token,
+            **evaluated,
             skipped=started.skipped or None,
             repeated=started.repeated or None,
             bad_records=self.bad_records or None,
@@ -381,14 +374,13 @@ class Trainer:
 
         If ``on_disk`` is False, the checkpoint may be in memory alone.
         """
-        bits = self.evaluated[1] if self.evaluated and self.evaluated[0] == step else None
         self.saves.save(
             self.model,
             self.optimizer,
             self.extra(step),
             step=step,
             on_disk=on_disk,
-            bits_per_byte=bits,
+            bits_per_byte=self.bits.get(step),
         )
 
     def extra(self, step: int) -> dict[str, Any]:

@@ -106,17 +106,12 @@ class GPT(nn.Module):
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         max_seq, pairs = self.rotary.shape[1:]
         self.rotary.copy_(rotary_table(max_seq, 2 * pairs))
+        stds = {"embedding": 1.0, "head": 0.02, "out": residual_std, "down": residual_std}
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 nn.init.ones_(parameter)
-            elif name == "embedding.weight":
-                nn.init.normal_(parameter, std=1.0)
-            elif name == "head.weight":
-                nn.init.normal_(parameter, std=0.02)
-            elif name.endswith(("attention.out.weight", "ffn.down.weight")):
-                nn.init.normal_(parameter, std=residual_std)
             else:
-                nn.init.normal_(parameter, std=std)
+                nn.init.normal_(parameter, std=stds.get(name.split(".")[-2], std))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids ``[B, T]`` to logits ``[B, T, V]``."""

@@ -27,11 +27,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
             rule=lambda name, info: {"weight_decay": 0.0} if len(info.shape) < 2 else None,
         )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.dim() >= 2]
-    vectors = [parameter for parameter in trained if parameter.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [one for one in trained if one.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [one for one in trained if one.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]  # adapters are all matrices
     return ShardedOptimizer(groups, AdamW, **adamw)
@@ -71,15 +69,13 @@ def described(config: TrainConfig) -> str:
     warmup = _warmup(config)
     rises = f"rises to {peak} over {warmup} {'step' if warmup == 1 else 'steps'}"
     rises = rises if warmup else f"begins at {peak}"
-    match config.lr_schedule:
-        case LrSchedule.COSINE:
-            return f"{rises}, then falls to {end} along a cosine"
-        case LrSchedule.LINEAR:
-            return f"{rises}, then falls to {end} in a line"
-        case LrSchedule.CONSTANT:
-            return f"{rises}, then stays"
-        case LrSchedule.WSD:
-            return f"{rises}, stays to step {_stable_until(config)}, then falls to {end} in a line"
+    return {
+        LrSchedule.COSINE: f"{rises}, then falls to {end} along a cosine",
+        LrSchedule.LINEAR: f"{rises}, then falls to {end} in a line",
+        LrSchedule.CONSTANT: f"{rises}, then stays",
+        LrSchedule.WSD: f"{rises}, stays to step {_stable_until(config)}, then falls to {end} in a "
+        "line",
+    }[config.lr_schedule]
 
 
 def _warmup(config: TrainConfig) -> int:

@@ -117,11 +117,8 @@ def check_launched() -> None:
     Raises:
         ConfigError: only some of the variables are set, and the others cannot be derived.
     """
-    needed = [
-        "RANK",
-        "WORLD_SIZE",
-        *(() if STORE in os.environ else ("MASTER_ADDR", "MASTER_PORT")),
-    ]
+    of_store = [] if STORE in os.environ else ["MASTER_ADDR", "MASTER_PORT"]
+    needed = ["RANK", "WORLD_SIZE", *of_store]
     missing = [name for name in needed if name not in os.environ]
     if not missing:
         local_rank()
@@ -141,14 +138,13 @@ def local_rank() -> int:
     Raises:
         ConfigError: ``LOCAL_RANK`` is not set, and the machine has several GPUs to choose from.
     """
-    if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
-        found = torch.cuda.device_count()
-        if found > 1:
-            raise ConfigError(
-                f"RANK is set, but LOCAL_RANK is not, and this machine has {found} GPUs: set "
-                "LOCAL_RANK to the number of the worker on its machine, and LOCAL_WORLD_SIZE to "
-                "how many there are, or start workers by torchrun, which sets both"
-            )
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if "LOCAL_RANK" not in os.environ and found > 1:
+        raise ConfigError(
+            f"RANK is set, but LOCAL_RANK is not, and this machine has {found} GPUs: set "
+            "LOCAL_RANK to the number of the worker on its machine, and LOCAL_WORLD_SIZE to "
+            "how many there are, or start workers by torchrun, which sets both"
+        )
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from fullshard.train.config import TrainConfig
 from fullshard.train.job.prepare import prepare
-from fullshard.train.run import RunDir, say
+from fullshard.train.run import RunDir, handling, say
 from fullshard.train.world import LOOPBACK, STORE, TCP, check_gpus
 
 _POLL_S = 0.1
@@ -39,35 +39,25 @@ def default_nproc() -> int:
 
 
 def launch(config: TrainConfig) -> int:
-    """Train with ``config.nproc`` local workers and return the exit code.
+    """Train with ``config.nproc`` local workers, report a failure and return the exit code.
 
     Raises:
         ConfigError: an option cannot work; raised before any worker starts.
     """
     check_gpus(config.nproc)
-    with prepare(config, num_workers=config.nproc):
-        return _run(config)
-
-
-def _run(config: TrainConfig) -> int:
-    """Start the workers, wait for them, report a failure and return the exit code."""
     run = RunDir(Path(config.out))
-    try:
-        _start_workers(config, run.config)
-    except ChildFailedError as error:
-        return _explain(error.failures, config, run)
-    except (SignalException, KeyboardInterrupt) as error:
-        say(f"\nfullshard: interrupted; {_how_to_go_on(config, run)}", sys.stderr)
-        return 128 + getattr(error, "sigval", signal.SIGINT)
-    finally:
-        Console().show_cursor()  # a worker that died may have left the cursor hidden
+    job = "-m", "fullshard.train.job", str(run.config)
+    with prepare(config, num_workers=config.nproc):
+        try:
+            start_workers(config.nproc, *job, keeps_going=config.min_workers is not None)
+        except ChildFailedError as error:
+            return _explain(error.failures, config, run)
+        except (SignalException, KeyboardInterrupt) as error:
+            say(f"\nfullshard: interrupted; {_how_to_go_on(config, run)}", sys.stderr)
+            return 128 + getattr(error, "sigval", signal.SIGINT)
+        finally:
+            Console().show_cursor()  # a worker that died may have left the cursor hidden
     return 0
-
-
-def _start_workers(config: TrainConfig, path: Path) -> None:
-    """Run the workers of a training job, whose configuration is at ``path``, and wait for them."""
-    keeps_going = config.min_workers is not None
-    start_workers(config.nproc, "-m", "fullshard.train.job", str(path), keeps_going=keeps_going)
 
 
 def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> None:
@@ -82,12 +72,10 @@ def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> Non
         SignalException: a signal that ends the job came; the workers got it too.
     """
     workers: list[_Worker] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="fullshard-") as folder,
-        _kept_store() if keeps_going else nullcontext(f"{folder}/store") as store,
-        _handing_on(workers) as got,
-    ):
-        common = _environment(nproc) | {STORE: store}
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder, _handing_on(workers) as got:
+        store = _kept_store() if keeps_going else None
+        place = f"{folder}/store" if store is None else f"{TCP}{store.port}"
+        common = _environment(nproc) | {STORE: place}
         errors = [f"{folder}/error-{rank}.json" for rank in range(nproc)]
         for rank, error_file in enumerate(errors):
             own = {
@@ -104,12 +92,13 @@ def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> Non
             for rank, one in enumerate(workers)
             if one.returncode
         }
-        if keeps_going and len(failures) == nproc:
+        if not failures or (keeps_going and len(failures) < nproc):
+            return
+        if keeps_going:
             # A killed worker wrote no record; those of the others say why they could not go on.
             recorded = {rank: one for rank, one in failures.items() if Path(errors[rank]).exists()}
-            raise ChildFailedError("fullshard train", recorded or failures)
-        if failures and not keeps_going:
-            raise ChildFailedError("fullshard train", failures)
+            failures = recorded or failures
+        raise ChildFailedError("fullshard train", failures)
 
 
 def _environment(nproc: int) -> dict[str, str]:
@@ -118,8 +107,10 @@ def _environment(nproc: int) -> dict[str, str]:
     All workers are on this machine, so gloo and NCCL use loopback only.
     """
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    affinity = getattr(os, "sched_getaffinity", None)
+    num_cores = (os.cpu_count() or 1) if affinity is None else len(affinity(0))
     return {
-        "OMP_NUM_THREADS": str(max(1, num_cores() // nproc)),
+        "OMP_NUM_THREADS": str(max(1, num_cores // nproc)),
         **(loopback if sys.platform == "linux" else {}),
         **os.environ,
         "WORLD_SIZE": str(nproc),
@@ -127,16 +118,8 @@ def _environment(nproc: int) -> dict[str, str]:
     }
 
 
-def num_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-@contextmanager
-def _kept_store() -> Iterator[str]:
-    """Run a TCP store on loopback in this process, for workers that may be killed; yield its place.
+def _kept_store() -> dist.TCPStore:
+    """Return a TCP store on loopback that this process runs, for workers that may be killed.
 
     In a file store, a worker killed during a write leaves half a record, which hangs all others.
     """
@@ -144,11 +127,10 @@ def _kept_store() -> Iterator[str]:
         listening.bind((LOOPBACK, 0))
         listening.listen()
         port = listening.getsockname()[1]
-        store = dist.TCPStore(
+        return dist.TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False,
             master_listen_fd=listening.detach(),  # else it would listen to the network
         )  # fmt: skip
-    yield f"{TCP}{store.port}"
 
 
 @contextmanager
@@ -164,12 +146,10 @@ def _handing_on(workers: Sequence[_Worker]) -> Iterator[list[int]]:
         for one in workers:
             one.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in _SIGNALS}
     try:
-        yield got
+        with handling(_SIGNALS, hand_on):
+            yield got
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for one in workers:
             if one.poll() is None:  # only after an error here
                 one.kill()

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import FullshardError
 from fullshard.optim import Muon
@@ -33,16 +31,9 @@ def plan_of(
         ConfigError: the model cannot be built, or an option does not fit.
         UnsupportedError: the model reads values of tensors, see ``fullshard.plan``.
     """
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return label_losses(model, *batch).sum()
-
-    def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-        shard_model(model, config, mesh)
-
     if options.get("budget_nbytes") is None:
         options["mesh"] = {"replicate": config.replicas, "shard": num_workers // config.replicas}
-        options["shard"] = shard
+        options["shard"] = lambda model, mesh: shard_model(model, config, mesh)
     else:
         options |= {"world_size": num_workers, "mp_policy": policy_of(config)}
         options["wire"] = wire_of(config)
@@ -52,7 +43,7 @@ def plan_of(
     return plan(
         build_on_meta(config, architecture),
         batch=(tokens, tokens),
-        loss=loss,
+        loss=lambda model, batch: label_losses(model, *batch).sum(),
         accumulate=config.accumulate,
         reduces_once=True,
         **options,

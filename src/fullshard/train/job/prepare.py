@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
@@ -20,22 +21,22 @@ from fullshard.train.optimizer import described
 from fullshard.train.run import (
     Origin,
     RunDir,
-    RunLock,
     check_continues,
     check_tracker,
     describe,
+    locked,
     read_origin,
     say,
 )
 
 
-def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
+def prepare(config: TrainConfig, *, num_workers: int) -> TextIO:
     """Choose the model, tokenize the text, check that the run can start, create its folder.
 
     A start without ``resume`` moves the files of an earlier run in the folder aside.
 
     Returns:
-        The lock that keeps other jobs out of the folder; close it when the job has ended.
+        The locked file that keeps other jobs out of the folder; close it when the job has ended.
 
     Raises:
         ConfigError: model, text, initial weights, a package or a checkpoint to resume is missing
@@ -79,7 +80,7 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
             )
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(run.lock)
+        lock = locked(run.lock)
         _tell_changed(config, run)
         _tell_patience(config)
         aside = run.set_aside(resumes=config.resume)

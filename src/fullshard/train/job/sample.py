@@ -38,8 +38,7 @@ def sample(model: nn.Module, config: TrainConfig, text: TokenizedText, world: Wo
     )
     if question and text.end in tokens[len(prompt) :]:
         tokens = tokens[: tokens.index(text.end, len(prompt))]
-    written: str = tokenizer.decode(tokens, skip_special_tokens=not question)
-    return written
+    return str(tokenizer.decode(tokens, skip_special_tokens=not question))
 
 
 @torch.no_grad()

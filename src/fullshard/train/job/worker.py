@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 
 import fullshard
 from fullshard.errors import ConfigError, FullshardError, PeerError
@@ -36,7 +36,6 @@ from fullshard.train.job.sample import sample
 from fullshard.train.loop import Trained, train
 from fullshard.train.run import (
     RunDir,
-    RunLock,
     Saves,
     draw_loss,
     read_best,
@@ -117,7 +116,7 @@ def _going_on(config: TrainConfig, world: World) -> TrainConfig:
     return dataclasses.replace(config, resume=resumes)
 
 
-def _prepare_first(config: TrainConfig, world: World) -> RunLock | None:
+def _prepare_first(config: TrainConfig, world: World) -> TextIO | None:
     """Prepare on the first worker; the other workers wait for the result in ``_together``."""
     if not world.is_first:
         return None

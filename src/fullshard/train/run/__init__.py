@@ -6,16 +6,15 @@ from fullshard.train.run.best import read_best
 from fullshard.train.run.folder import (
     Origin,
     RunDir,
-    RunLock,
     check_continues,
     check_frozen,
     describe,
     difference,
+    locked,
     origin_of,
     read_origin,
 )
 from fullshard.train.run.metrics import (
-    MetricsFile,
     StepRecord,
     device_nbytes,
     draw_loss,
@@ -30,6 +29,6 @@ from fullshard.train.run.metrics import (
 from fullshard.train.run.patience import HeldOut
 from fullshard.train.run.progress import Reporter, say
 from fullshard.train.run.saves import Saves
-from fullshard.train.run.signals import Stopping, stopping
+from fullshard.train.run.signals import Stopping, handling, stopping
 from fullshard.train.run.trackers import check_tracker, tracker_of
 from fullshard.train.run.weights import weights_key

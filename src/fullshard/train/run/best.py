@@ -16,6 +16,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from fullshard.train.files import appear
 from fullshard.train.run.folder import RunDir
 from fullshard.train.run.metrics import read_metrics
 
@@ -100,10 +101,8 @@ class BestMark:
                 _link(path, kept)
             found = path if path.exists() and not self._is_apart else kept
             facts = {"step": step, "eval_bits_per_byte": bits_per_byte}
-            unfinished = run.best_mark.with_name(run.best_mark.name + ".tmp")
             text = json.dumps(facts | {"checkpoint": str(found.relative_to(run.path))})
-            unfinished.write_text(text + "\n", encoding="utf-8")
-            os.replace(unfinished, run.best_mark)
+            appear(run.best_mark, lambda to: to.write_text(text + "\n", encoding="utf-8"))
         except OSError as error:
             log.warning("%s is the best checkpoint, and cannot be kept (%s)", path, error)
             return

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from fullshard.checkpoint import CheckpointInfo, inspect, latest
 from fullshard.errors import CheckpointError, ConfigError
@@ -24,49 +24,35 @@ from fullshard.train.run.weights import weights_key
 _UNKNOWN_THERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-class RunLock:
-    """A file lock that this process holds until ``close``, or until its end of any kind.
+def locked(path: Path) -> TextIO:
+    """Lock the file ``path``, write the holder of the lock into it, and return it.
 
-    The operating system keeps the lock, so a file left behind by a killed process locks nothing. In
-    a folder that machines share, the lock holds across machines if the file system supports locks.
+    This process holds the lock until it closes the file, or until its end of any kind. The
+    operating system keeps the lock, so a file left behind by a killed process locks nothing. In a
+    folder that machines share, the lock holds across machines if the file system supports locks.
+
+    Raises:
+        ConfigError: another process, named in the message, holds the lock; nothing has changed.
     """
-
-    def __init__(self, path: Path) -> None:
-        """Lock ``path``, and write the holder of the lock into the file.
-
-        Raises:
-            ConfigError: another process, named in the message, holds the lock; nothing has changed.
-        """
-        self._file: TextIO | None = path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _UNKNOWN_THERE:
-                print(f"fullshard: note: {path} cannot be locked ({error})", file=sys.stderr)
-                return
-            self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
-            self.close()
-            raise ConfigError(
-                f"{path.parent}: a run is being trained in this folder, by {holder}; wait for its "
-                "end, or give another --name or --out"
-            ) from error
-        self._file.truncate(0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Release the lock."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _UNKNOWN_THERE:
+            print(f"fullshard: note: {path} cannot be locked ({error})", file=sys.stderr)
+            return file
+        with file:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+        raise ConfigError(
+            f"{path.parent}: a run is being trained in this folder, by {holder}; wait for its "
+            "end, or give another --name or --out"
+        ) from error
+    file.truncate(0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+    file.flush()
+    return file
 
 
 @dataclass(frozen=True, slots=True)

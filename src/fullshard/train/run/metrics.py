@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard.train.config import TrainConfig
+from fullshard.train.files import appear
 from fullshard.train.run.folder import RunDir
 
 
@@ -65,29 +65,6 @@ class StepRecord:
         return json.dumps(self.known())
 
 
-class MetricsFile:
-    """A file to which each record is appended as soon as its step is done.
-
-    If not ``enabled``, as on all workers but the first, nothing is written and no file is touched.
-    """
-
-    def __init__(self, path: Path, *, enabled: bool = True) -> None:
-        self._file = path.open("a", encoding="utf-8") if enabled else None
-
-    def write(self, record: StepRecord) -> None:
-        """Append one record."""
-        if self._file is not None:
-            self._file.write(record.to_json() + "\n")
-            self._file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return all complete records; a last line cut short by an interruption is left out."""
     records = []
@@ -102,10 +79,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def drop_after(path: Path, step: int) -> None:
     """Remove records after ``step``, so that a resumed run has one record per step."""
     records = read_metrics(path) if path.exists() else []
-    unfinished = path.with_name(path.name + ".tmp")
     kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
-    unfinished.write_text("".join(kept), encoding="utf-8")
-    os.replace(unfinished, path)
+    appear(path, lambda to: to.write_text("".join(kept), encoding="utf-8"))
 
 
 def peak_memory_nbytes(device: torch.device) -> int:
@@ -146,7 +121,7 @@ def recording(config: TrainConfig, run: RunDir, model: nn.Module) -> AbstractCon
     """
     if not config.trace:
         return nullcontext()
-    plan = json.loads(run.plan.read_text(encoding="utf-8")) if run.plan.exists() else None
+    plan = read_plan(run.plan)
     if plan is not None and not plan["has_times"]:
         del plan["step_s"]
     return fullshard.trace(model, run.trace, plan=plan)
@@ -154,15 +129,21 @@ def recording(config: TrainConfig, run: RunDir, model: nn.Module) -> AbstractCon
 
 def planned_flops(run: RunDir) -> float | None:
     """Return the FLOPs of a worker's step, from the plan of the run; None without a plan."""
-    if not run.plan.exists():
-        return None
-    return float(json.loads(run.plan.read_text(encoding="utf-8"))["flops"])
+    plan = read_plan(run.plan)
+    return None if plan is None else float(plan["flops"])
+
+
+def read_plan(path: Path) -> dict[str, Any] | None:
+    """Return the plan of a run; None without one."""
+    found: dict[str, Any] | None = None
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def draw_loss(metrics: Path, picture: Path) -> bool:
     """Draw training and held-out loss in nats per token; return False if matplotlib is missing."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
@@ -171,7 +152,6 @@ def draw_loss(metrics: Path, picture: Path) -> bool:
     losses = np.array([record.get("loss", math.nan) for record in records])
     steps, losses = steps[np.isfinite(losses)], losses[np.isfinite(losses)]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display and without touching the user's backend
     axes = figure.add_subplot(title=metrics.absolute().parent.name)
     axes.plot(steps, losses, color="#0072b2", alpha=0.3, linewidth=1, label="training, each step")
     window = max(1, len(steps) // 30)

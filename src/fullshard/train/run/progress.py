@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Self, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -42,10 +43,11 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
+@dataclass(kw_only=True)
 class Reporter:
     """A printer of a run's progress; on all workers but the first it prints nothing.
 
-    Args:
+    Attributes:
         total: the last step of this start of the run.
         first: the step before the first step of this start.
         enabled: whether this worker prints.
@@ -53,73 +55,64 @@ class Reporter:
         device_nbytes: memory of a worker's device; None on a CPU.
         console: the console to print to; None for stdout.
         clock: returns seconds since an arbitrary moment.
+        saved_step: the step of the last checkpoint that was begun.
     """
 
-    def __init__(
-        self,
-        *,
-        total: int,
-        first: int,
-        enabled: bool,
-        flops: float | None = None,
-        device_nbytes: int | None = None,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.console = console or Console(
-            quiet=not enabled, markup=False, highlight=False, soft_wrap=True, emoji=False
+    total: int
+    first: int
+    enabled: bool
+    flops: float | None = None
+    device_nbytes: int | None = None
+    console: Console | None = None
+    clock: Callable[[], float] = time.perf_counter
+    saved_step: int | None = None
+
+    def __post_init__(self) -> None:
+        self._console = self.console or Console(
+            quiet=not self.enabled, markup=False, highlight=False, soft_wrap=True, emoji=False
         )
-        self._flops, self._device_nbytes = flops, device_nbytes
-        self.saved_step: int | None = None
-        """The step of the last checkpoint that was begun."""
-        self._total = total
-        self._first = first
-        self._every = max(1, total // _PLAIN_LINES)
-        self._clock = clock
-        self._started_s = clock()
-        shows_live = enabled and self.console.is_terminal
-        self._live = Live(console=self.console, refresh_per_second=4) if shows_live else None
+        self._every = max(1, self.total // _PLAIN_LINES)
+        self._started_s = self.clock()
+        shows_live = self.enabled and self._console.is_terminal
+        self._live = Live(console=self._console, refresh_per_second=4) if shows_live else None
         self._step: RenderableType = Text()
-        self._operations = Operations(prints=enabled and not shows_live)
+        self._operations = Operations(prints=self.enabled and not shows_live)
 
     def show(self, record: StepRecord) -> None:
         """Show a step that has just ended."""
-        left_s = self._left_s(record.step)
+        elapsed_s, steps = self.clock() - self._started_s, record.step - self.first
+        left_s = elapsed_s / steps * (self.total - record.step)
         if self._live is not None:
             self._step = self._frame(record, left_s=left_s)
-            self._draw(self._live)
+            self._draw()
             if record.eval_bits_per_byte is not None:
                 bits = f"{record.eval_bits_per_byte:.3f} bits per byte of held-out text"
-                self.console.print(f"step {record.step}: {bits}")
+                self._console.print(f"step {record.step}: {bits}")
         elif self._is_due(record):
-            self.console.print(_line(record, total=self._total, left_s=left_s))
+            self._console.print(_line(record, total=self.total, left_s=left_s))
 
     def show_operation(self, progress: Progress) -> None:
         """Show the progress of an evaluation or of a save."""
         self._operations.update(progress)
-        if self._live is not None:
-            self._draw(self._live)
+        self._draw()
 
-    def _draw(self, live: Live) -> None:
-        running = [Text(f"{what}: {words}") for what, words in list(self._operations.words.items())]
-        live.update(Group(self._step, *running))
+    def _draw(self) -> None:
+        words = list(self._operations.words.items())
+        if self._live is not None:
+            self._live.update(Group(self._step, *(Text(f"{what}: {its}") for what, its in words)))
 
     def _is_due(self, record: StepRecord) -> bool:
-        is_end = record.step in (self._first + 1, self._total)
+        is_end = record.step in (self.first + 1, self.total)
         return is_end or record.step % self._every == 0 or record.eval_bits_per_byte is not None
-
-    def _left_s(self, step: int) -> float:
-        elapsed_s = self._clock() - self._started_s
-        return elapsed_s / (step - self._first) * (self._total - step)
 
     def _frame(self, record: StepRecord, *, left_s: float) -> Group:
         """Build the live view: progress, quality and cost of the training."""
         head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self._total, completed=record.step, width=20)
-        passed = _clock(self._clock() - self._started_s)
-        head.add_row(bar, f"step {record.step}/{self._total}", f"{passed}, {_clock(left_s)} left")
+        bar = ProgressBar(total=self.total, completed=record.step, width=20)
+        passed = _clock(self.clock() - self._started_s)
+        head.add_row(bar, f"step {record.step}/{self.total}", f"{passed}, {_clock(left_s)} left")
         pairs = list(self._figures(record))
-        width = self.console.width
+        width = self._console.width
         per_row = 3 if width >= 80 else 2 if width >= 56 else 1
         figures = Table.grid(padding=(0, 2))
         for _ in range(per_row):
@@ -134,18 +127,18 @@ class Reporter:
         yield "grad norm", f"{record.grad_norm:.2f}"
         yield "learning rate", f"{record.lr:.2e}"
         yield "tokens/s", f"{record.tokens_per_s:,.0f}"
-        if self._flops is not None:
-            yield "TFLOP/s each", f"{self._flops / record.seconds / 1e12:.3g}"
+        if self.flops is not None:
+            yield "TFLOP/s each", f"{self.flops / record.seconds / 1e12:.3g}"
         yield "waiting", f"{record.waiting:.0%} of a step"
         peak = record.peak_memory_nbytes
-        share = "" if self._device_nbytes is None else f" ({peak / self._device_nbytes:.0%})"
+        share = "" if self.device_nbytes is None else f" ({peak / self.device_nbytes:.0%})"
         yield "peak memory", in_bytes(peak) + share
         yield "shards", in_bytes(record.shard_nbytes)
         if self.saved_step is not None:
             yield "checkpoint", f"step {self.saved_step}"
 
     def __enter__(self) -> Self:
-        self._started_s = self._clock()
+        self._started_s = self.clock()
         if self._live is not None:
             self._live.start()
         return self

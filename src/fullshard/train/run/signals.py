@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -39,12 +39,19 @@ class Stopping:
 def stopping() -> Iterator[Stopping]:
     """Handle SIGTERM and SIGINT during the block; outside of the main thread, do nothing."""
     found = Stopping()
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    with handling(_SIGNALS if is_main else (), found.ask):
         yield found
-        return
-    before = {number: signal.signal(number, found.ask) for number in _SIGNALS}
+
+
+@contextmanager
+def handling(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Handle these signals by ``handler`` during the block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
-        yield found
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number, earlier in before.items():
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
