@@ -10,6 +10,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -198,22 +200,12 @@ def _with_action_s(hardware: Hardware, shape: Mapping[str, int], step_s: float) 
         hardware=hardware,
         shard=_shard,
         loss=lambda model, batch: model(batch).sum(),
-        optimizer=_NoOptimizer,
+        optimizer=_no_optimizer,
     )
     return replace(hardware, action_s=max((step_s - planned.step_s) / len(planned.actions), 0.0))
 
 
-class _NoOptimizer:
-    """An optimizer that steps nothing."""
-
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        self._params = list(params)
-        self.state: dict[object, object] = {}
-
-    def step(self) -> None:
-        """Leave the parameters as they are."""
-
-    def zero_grad(self) -> None:
-        """Free the gradients."""
-        for param in self._params:
-            param.grad = None
+def _no_optimizer(params: Iterable[nn.Parameter]) -> Any:
+    """Return an optimizer that frees the gradients, and steps nothing."""
+    zero_grad = nn.ParameterList(params).zero_grad
+    return SimpleNamespace(state={}, step=lambda: None, zero_grad=zero_grad)

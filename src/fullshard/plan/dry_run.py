@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from fullshard._torch import autograd as _autograd
 from fullshard.comm import Exchange, Pending, dry_world
-from fullshard.device import DryLanes, LaneSpan
+from fullshard.device import BufferKind, DryLanes, LaneSpan
 from fullshard.engine import Engine, Unit
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.hooks import engine_of
@@ -85,10 +86,9 @@ class Job:
 
 
 class Carried(NamedTuple):
-    """A collective, with the unit and the action that issued it."""
+    """A collective, with the action that issued it."""
 
     exchange: Exchange
-    unit: str
     op: str
 
 
@@ -110,7 +110,7 @@ class DryStep:
     most_at_home: Moment | None = None
     """The moment at which the most bytes are held in the host's memory."""
     crossings: list[PlanCrossing] = field(default_factory=list)
-    buffers: dict[str, int] = field(default_factory=dict)
+    buffers: Counter[BufferKind] = field(default_factory=Counter)
     """The most bytes that the engine's buffers of each kind held."""
 
 
@@ -151,21 +151,18 @@ class _Witness:
     def acting(self, action: Action) -> Iterator[None]:
         """See ``Observer``; book memory made during ``action`` under the kind of the action."""
         run = self._run
-        unit = "" if action.unit is None else self._engine.units[action.unit].name or ROOT
-        before, run.acting = run.acting, (unit, action.op)
+        unit = None if action.unit is None else self._engine.units[action.unit]
+        before, run.acting = run.acting, ("" if unit is None else unit.name or ROOT, action.op)
         run.lanes.take_host(run.job.hardware.action_s)
         kind = _MADE_BY.get(action.op, run.ledger.kind)
-        if action.op in (Op.UNSHARD, Op.WAIT) and self._encodes(action.unit):
-            kind = kinds.ENCODED
+        if unit is not None and action.op in (Op.UNSHARD, Op.WAIT):
+            encodes = any(bucket.spec.wire.gather is not None for bucket in unit.buckets)
+            kind = kinds.ENCODED if encodes else kind
         try:
             with run.ledger.booking(kind):
                 yield
         finally:
             run.acting = before
-
-    def _encodes(self, unit: int | None) -> bool:
-        buckets = () if unit is None else self._engine.units[unit].buckets
-        return any(bucket.spec.wire.gather is not None for bucket in buckets)
 
 
 _DOING = {
@@ -203,8 +200,8 @@ class _Run:
         self.ledger = PlanLedger(hardware, self.lanes, self.carry)
 
     def carry(self, exchange: Exchange) -> Pending:
-        """Record a collective with its unit and action, and start it."""
-        self.step.carried.append(Carried(exchange, *self.acting))
+        """Record a collective with its action, and start it."""
+        self.step.carried.append(Carried(exchange, self.acting[1]))
         return self.lanes.carry(exchange)
 
     def _duration_s(self, exchange: Exchange) -> float:
@@ -303,8 +300,7 @@ class _Run:
         step.most, step.rest = ledger.device.most, ledger.device.held
         step.most_at_home, step.crossings = ledger.home.most, ledger.crossings
         for engine in self.engines:
-            for kind, nbytes in engine.meter.peak_nbytes.items():
-                step.buffers[kind] = step.buffers.get(kind, 0) + nbytes
+            step.buffers.update(engine.meter.peak_nbytes)
         return step
 
 
@@ -357,10 +353,10 @@ def _without_collector() -> Iterator[None]:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` with parameters and buffers on the meta device; no value moves."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {
+        id(one): torch.empty_like(one, device="meta") for one in model.buffers()
+    }
     for param in model.parameters():
-        like = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-        memo[id(param)] = like
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        like = torch.empty_like(param, device="meta")
+        memo[id(param)] = nn.Parameter(like, param.requires_grad)
     return copy.deepcopy(model, memo)

@@ -19,6 +19,7 @@ def plan_from(job: Job, found: Recorded) -> Plan:
     homes = [one.most_at_home for one in reversed(found.steps) if one.most_at_home]
     most_at_home = max(homes, key=lambda moment: sum(moment.home.values()))
     groups = {carried.exchange.ranks for one in found.steps for carried in one.carried}
+    start_s = max(one.start_s for one in found.steps if one.start_s <= most.at_s)
     hardware = job.hardware
     return Plan(
         hardware=hardware,
@@ -26,7 +27,7 @@ def plan_from(job: Job, found: Recorded) -> Plan:
         rank=job.rank,
         num_parameters=sum(parameter.numel() for parameter in job.model.parameters()),
         units=_units(found.units, step),
-        peak=most._replace(at_s=most.at_s - _start_of(most, found.steps)),
+        peak=most._replace(at_s=most.at_s - start_s),
         rest=step.rest,
         reserved={
             "framework": hardware.fixed_nbytes,
@@ -43,10 +44,6 @@ def plan_from(job: Job, found: Recorded) -> Plan:
     )
 
 
-def _start_of(moment: Moment, steps: Sequence[DryStep]) -> float:
-    return max(step.start_s for step in steps if step.start_s <= moment.at_s)
-
-
 def _since(span: LaneSpan, start_s: float) -> LaneSpan:
     return span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s)
 
@@ -57,14 +54,24 @@ def _units(units: Sequence[Unit], step: DryStep) -> tuple[PlannedUnit, ...]:
         if span.lane == "wait":
             waits[name, span.what in _OF_GATHERS] += span.end_s - span.start_s
     kept = activations(step.moments)
-    return tuple(
-        _unit(unit)._replace(
-            activation_nbytes=kept[unit.name or ROOT],
-            gather_wait_s=waits[unit.name or ROOT, True],
-            reduce_wait_s=waits[unit.name or ROOT, False],
+    found = []
+    for unit in units:
+        name, layouts = unit.name or ROOT, [bucket.spec.layout for bucket in unit.buckets]
+        numel = sum(param.numel for layout in layouts for param in layout.params)
+        gathered = sum(layout.shard_numel * layout.world for layout in layouts)
+        found.append(
+            PlannedUnit(
+                name=unit.name,
+                numel=numel,
+                shard_nbytes=sum(bucket.shards.nbytes for bucket in unit.buckets),
+                unsharded_nbytes=unit.nbytes,
+                padding=gathered / numel - 1 if numel else 0.0,
+                activation_nbytes=kept[name],
+                gather_wait_s=waits[name, True],
+                reduce_wait_s=waits[name, False],
+            )
         )
-        for unit in units
-    )
+    return tuple(found)
 
 
 _OF_GATHERS = ("all_gather", Lane.GATHER, Lane.HOST_TO_DEVICE)
@@ -94,28 +101,11 @@ def activations(moments: Iterable[Moment]) -> Counter[str]:
     return found
 
 
-def _unit(unit: Unit) -> PlannedUnit:
-    layouts = [bucket.spec.layout for bucket in unit.buckets]
-    numel = sum(param.numel for layout in layouts for param in layout.params)
-    gathered = sum(layout.shard_numel * layout.world for layout in layouts)
-    return PlannedUnit(
-        name=unit.name,
-        numel=numel,
-        shard_nbytes=sum(bucket.shards.nbytes for bucket in unit.buckets),
-        unsharded_nbytes=unit.nbytes,
-        padding=gathered / numel - 1 if numel else 0.0,
-    )
-
-
 def _traffic(step: DryStep, dims: Mapping[tuple[int, ...], str]) -> tuple[Traffic, ...]:
-    counts: Counter[tuple[str, str]] = Counter()
-    nbytes: Counter[tuple[str, str]] = Counter()
-    for carried in step.carried:
-        exchange = carried.exchange
+    received: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for exchange, _ in step.carried:
         dim = dims.get(exchange.ranks) or f"{len(exchange.ranks)} neighbours"
-        counts[dim, exchange.what] += 1
-        nbytes[dim, exchange.what] += exchange.received_nbytes
-    for crossing in step.crossings:
-        counts["host", crossing.way] += 1
-        nbytes["host", crossing.way] += crossing.nbytes
-    return tuple(Traffic(*key, counts[key], nbytes[key]) for key in counts)
+        received[dim, exchange.what].append(exchange.received_nbytes)
+    for way, nbytes in step.crossings:
+        received["host", way].append(nbytes)
+    return tuple(Traffic(*key, len(each), sum(each)) for key, each in received.items())

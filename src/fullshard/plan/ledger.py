@@ -150,12 +150,10 @@ class PlanLedger(TorchDispatchMode):
     def bring_home(self, tensors: Iterable[Tensor]) -> None:
         """Move the storages of plain ``tensors`` to the host's account."""
         for tensor in map(_whole, tensors):
-            entry = self._books[id(tensor.untyped_storage())]
+            storage = tensor.untyped_storage()
+            entry, nbytes = self._books[id(storage)], storage.nbytes()
             if entry.account is self.device:
-                nbytes = tensor.untyped_storage().nbytes()
-                self._books[id(tensor.untyped_storage())] = entry._replace(
-                    account=self.home, nbytes=nbytes
-                )
+                self._books[id(storage)] = entry._replace(account=self.home, nbytes=nbytes)
                 self.device.change(entry.kind, -entry.nbytes)
                 self.home.change(entry.kind, nbytes)
 
@@ -208,14 +206,19 @@ class PlanLedger(TorchDispatchMode):
             return out
         if op.is_view or name in _TAKES_NO_TIME or not any(one.is_meta for one in (*made, *read)):
             return out
+        nbytes = sum(one.nbytes for one in (*read, *made))
         if name == "copy_" and len(set(at_home)) == 2:
-            self._cross(
-                read[0].nbytes, to_host=at_home[0], blocks=not _is_non_blocking(args, kwargs)
-            )
+            is_non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            self._cross(read[0].nbytes, to_host=at_home[0], blocks=not is_non_blocking)
         elif at_home and all(at_home):
-            self._take_host(name, read, made)
+            assert self._hardware.host is not None
+            took_s = nbytes / self._hardware.host.memory_bandwidth
+            self._lanes.take_host(self._hardware.op_s + took_s, name)
         else:
-            self._take_time(name, flops_of(op, args, kwargs, out), read, made)
+            flops = flops_of(op, args, kwargs, out)
+            dtype = str(read[0].dtype if read else torch.float32).removeprefix("torch.")
+            self.flops += flops
+            self._lanes.spend(self._hardware.op_duration_s(flops, nbytes, dtype), name)
         return out
 
     def _is_at_home(self, tensor: Tensor) -> bool:
@@ -233,18 +236,6 @@ class PlanLedger(TorchDispatchMode):
         self._lanes.spend(nbytes / self._hardware.host.bus_bandwidth, way)
         if blocks:
             self._lanes.mark().synchronize()
-
-    def _take_host(self, name: str, read: list[Tensor], made: list[Tensor]) -> None:
-        assert self._hardware.host is not None
-        nbytes = sum(one.nbytes for one in (*read, *made))
-        took_s = nbytes / self._hardware.host.memory_bandwidth
-        self._lanes.take_host(self._hardware.op_s + took_s, name)
-
-    def _take_time(self, name: str, flops: float, read: list[Tensor], made: list[Tensor]) -> None:
-        nbytes = sum(one.nbytes for one in (*read, *made))
-        dtype = str(read[0].dtype if read else torch.float32).removeprefix("torch.")
-        self.flops += flops
-        self._lanes.spend(self._hardware.op_duration_s(flops, nbytes, dtype), name)
 
     def _enter(
         self,
@@ -291,11 +282,6 @@ def _whole(tensor: Tensor) -> Tensor:
     """Return the tensor on the meta device whose memory ``tensor`` shares, or ``tensor``."""
     whole = _memory.whole_on_meta(tensor)
     return tensor if whole is None else whole
-
-
-def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return the argument ``non_blocking`` of ``copy_``."""
-    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
 
 class _Entry(NamedTuple):

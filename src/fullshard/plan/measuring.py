@@ -127,5 +127,4 @@ def device_at_hand(device_type: str) -> torch.device:
 def _name_of(device: torch.device) -> str:
     if device.type == "cpu":
         return "this CPU"
-    name: str = getattr(torch, device.type).get_device_name(device)
-    return name
+    return str(getattr(torch, device.type).get_device_name(device))

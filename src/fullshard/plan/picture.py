@@ -39,14 +39,12 @@ def draw_plan(plan: Plan, picture: str | Path) -> None:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
             "a picture needs matplotlib: pip install -e '.[plot]' in a clone of fullshard"
         ) from error
     figure = Figure(figsize=(10, 6), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display and without touching the user's backend
     above, below = figure.subplots(2, sharex=True, height_ratios=[4, 1])
     ranks = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
     where = f"rank {plan.rank}, mesh {ranks}, on {plan.hardware.name}"

@@ -229,10 +229,8 @@ class Plan:
              for one in self.traffic],
         )  # fmt: skip
         yield ""
-        yield from table(
-            _COLUMNS,
-            [_row(alike) for alike in _alike(self.units)],
-        )
+        alike = groupby(self.units, key=lambda unit: unit[1:5])  # neighbours of equal sizes
+        yield from table(_COLUMNS, [_row(list(units)) for _, units in alike])
         if self.tried:
             yield ""
             yield from self._search_lines()
@@ -304,12 +302,6 @@ def _as_json(moment: Moment) -> dict[str, Any]:
 _COLUMNS = (
     "units", "elements", "shard", "whole", "padding", "activations", "waits: gather", "reduction"
 )  # fmt: skip
-
-
-def _alike(units: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
-    """Yield neighbours of equal sizes together."""
-    for _, alike in groupby(units, key=lambda unit: unit[1:5]):
-        yield list(alike)
 
 
 def _row(units: Sequence[PlannedUnit]) -> tuple[str, ...]:

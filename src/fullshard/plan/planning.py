@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.frontend import CHOSEN, Choice, num_blocks, shard_blocks
@@ -120,8 +119,15 @@ def plan(
 
 
 def _plan(job: Job) -> Plan:
-    with _explaining_values():
+    try:
         return plan_from(job, dry_run(job))
+    except Unknown as error:
+        raise UnsupportedError(
+            f"plan: the model, the loss or the optimizer reads values that a dry run does not have "
+            f"({error}); the traceback above says where. Give real tensors in batch= if they are "
+            "read, choose a form of the model whose operations do not depend on values (experts by "
+            "grouped_mm, not in a loop over those that were hit), or leave that part out of loss="
+        ) from error
 
 
 def _search(
@@ -138,13 +144,11 @@ def _search(
     world = math.prod(job.mesh.values())
 
     def job_for(choice: Choice) -> Job:
-        def by_choice(model: nn.Module, mesh: DeviceMesh) -> None:
-            shard_blocks(model, mesh, plan=choice, **options)
-
+        shard = partial(shard_blocks, plan=choice, **options)
         sizes = {"replicate": choice.replicas, "shard": world // choice.replicas}
         if choice.replicas == 1:
             del sizes["replicate"]
-        return replace(job, mesh=sizes if is_free else job.mesh, shard=by_choice)
+        return replace(job, mesh=sizes if is_free else job.mesh, shard=shard)
 
     reach = job.hardware.links[0].reach if job.hardware.links else None
     nodes = world // reach if reach else 1
@@ -185,12 +189,12 @@ def _checked_mesh(
         raise ConfigError(
             "plan: expected either world_size= or mesh=, such as {'replicate': 4, 'shard': 256}"
         )
-    sizes = {"shard": world_size} if mesh is None else dict(mesh)
-    if not sizes:
+    if mesh is None:
+        checked = {"shard": _at_least_one("world_size", world_size)}
+    else:
+        checked = {name: _at_least_one(f"mesh dim {name!r}", size) for name, size in mesh.items()}
+    if not checked:
         raise ConfigError("plan(mesh=...): got no dims, expected sizes by name")
-    for name, size in sizes.items():
-        _at_least_one(f"mesh dim {name!r}" if mesh is not None else "world_size", size)
-    checked = {name: int(size) for name, size in sizes.items() if size is not None}
     if not 0 <= rank < math.prod(checked.values()):
         raise ConfigError(
             f"plan(rank={rank}): expected a rank of the {math.prod(checked.values())} that "
@@ -218,11 +222,7 @@ def _chosen_shard(shard: Shard | None, options: Mapping[str, Any], *, searches: 
                 "options to the function that shards"
             )
         return shard
-
-    def by_blocks(model: nn.Module, mesh: DeviceMesh) -> None:
-        shard_blocks(model, mesh, **options)
-
-    return by_blocks
+    return partial(shard_blocks, **options)
 
 
 def mean_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -243,17 +243,3 @@ def mean_loss(model: nn.Module, batch: Any) -> Tensor:
             "numbers; pass loss=, a function of model and batch"
         )
     return first.float().mean() if first.dim() else first
-
-
-@contextmanager
-def _explaining_values() -> Iterator[None]:
-    """Raise ``UnsupportedError`` with an explanation for ``Unknown``."""
-    try:
-        yield
-    except Unknown as error:
-        raise UnsupportedError(
-            f"plan: the model, the loss or the optimizer reads values that a dry run does not have "
-            f"({error}); the traceback above says where. Give real tensors in batch= if they are "
-            "read, choose a form of the model whose operations do not depend on values (experts by "
-            "grouped_mm, not in a loop over those that were hit), or leave that part out of loss="
-        ) from error

@@ -84,7 +84,7 @@ class Values:
         return op(*tree_map(self._value, args), **_on_cpu(tree_map(self._value, kwargs)))
 
     def _follows(self, op: Any, kwargs: dict[str, Any], given: list[Tensor]) -> bool:
-        """Return whether ``op`` can be computed from known values."""
+        """Return whether ``op`` can be computed from known values, or from numbers alone."""
         for tensor in given:
             if tensor.numel() > _MOST_NUMEL or tensor.requires_grad:
                 return False
@@ -92,7 +92,9 @@ class Values:
                 return False
         if torch.Tag.nondeterministic_seeded in op.tags:
             return False
-        return bool(given) or _makes_constants(op, kwargs)
+        if given:
+            return True
+        return _is_on_meta(kwargs) and not op.overloadpacket.__name__.startswith("empty")
 
     def _value(self, one: Any) -> Any:
         if isinstance(one, Tensor) and one.is_meta:
@@ -104,15 +106,10 @@ class Values:
         for argument, given in zip(op._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for one in tensors_in(given):
-                    if one in self._known:
-                        self._forget_all_over(self._known[one])
-
-    def _forget_all_over(self, value: Tensor) -> None:
-        same = [
-            tensor for tensor, known in self._known.items() if _memory.shares_storage(known, value)
-        ]
-        for tensor in same:
-            del self._known[tensor]
+                    value = self._known.get(one)
+                    for tensor, known in list(self._known.items()) if value is not None else ():
+                        if _memory.shares_storage(known, value):
+                            del self._known[tensor]
 
 
 class _Results:
@@ -193,18 +190,13 @@ def makes_memory(op: Any) -> bool:
     return all(one.alias_info is None for one in op._schema.returns)
 
 
-def _makes_constants(op: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether ``op`` makes a tensor on the meta device from numbers alone."""
-    device = kwargs.get("device")
-    if device is None or torch.device(device).type != "meta":
-        return False
-    return not op.overloadpacket.__name__.startswith("empty")
-
-
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if kwargs.get("device") is None or torch.device(kwargs["device"]).type != "meta":
-        return kwargs
-    return {**kwargs, "device": torch.device("cpu")}
+    return {**kwargs, "device": torch.device("cpu")} if _is_on_meta(kwargs) else kwargs
+
+
+def _is_on_meta(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _like_on_meta(one: Any) -> Any:
@@ -212,6 +204,5 @@ def _like_on_meta(one: Any) -> Any:
 
 
 def _asks_for_values(op: Any, error: Exception) -> bool:
-    if torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags:
-        return True
-    return "meta tensors" in str(error).lower()
+    depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return not depends.isdisjoint(op.tags) or "meta tensors" in str(error).lower()
