@@ -15,7 +15,7 @@ from fullshard.schedule import Action, Event, Op
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import Follows
 from fullshard.trace import steps as kept
-from fullshard.trace.reading import held_when_it_failed, read
+from fullshard.trace.reading import acts, held_when_it_failed
 from fullshard.trace.steps import (
     ACTED,
     ACTS,
@@ -98,7 +98,7 @@ def test_times_of_lanes_count_where_they_are_known() -> None:
     history.add(segment(acted(Op.WAIT, 0, 0.0, 0.001, Reading(8.0), Reading(8.5))))
     assert history.units[0].gather.total_s == pytest.approx(0.5)
     (one,) = history.kept
-    (act,) = read(one).acts
+    (act,) = acts(one)
     assert (act.lane_start_s, act.lane_s, act.host_s) == (101.0, 0.5, 0.001)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,31 +37,27 @@ def _of_step(
 ) -> Iterator[dict[str, Any]]:
     pid, names = rank["rank"], [unit["name"] for unit in rank["units"]]
     at_s = rank["shift_s"] + step["start_s"]
-    yield {"ph": "i", "s": "p", "name": f"step {step['number']}", "pid": pid, "tid": 0} | {
-        "ts": _us(at_s)
-    }
+
+    def event(kind: str, name: str, ts: float, **more: Any) -> dict[str, Any]:
+        return {"ph": kind, "name": name, "pid": pid, "ts": ts, **more}
+
+    yield event("i", f"step {step['number']}", _us(at_s), tid=0, s="p")
     for span in spans(step):
-        tid = LANES.index(span.lane)
-        shown = {"name": f"{span.what} {names[span.unit]}", "cat": span.lane}
+        name, where = f"{span.what} {names[span.unit]}", {"tid": LANES.index(span.lane)}
         start, end = _us(at_s + span.start_s), _us(at_s + span.start_s + span.took_s)
         if span.lane in ("model", "exposed"):
-            yield {"ph": "X", **shown, "pid": pid, "tid": tid, "ts": start, "dur": end - start}
+            yield event("X", name, start, cat=span.lane, dur=end - start, **where)
             continue
-        where = {"pid": pid, "tid": tid, "id": f"{pid}.{next(ids)}"}  # they may overlap
-        yield {"ph": "b", **shown, **where, "ts": start}
-        yield {"ph": "e", **shown, **where, "ts": end}
+        own = f"{pid}.{next(ids)}"  # they may overlap
+        yield event("b", name, start, cat=span.lane, id=own, **where)
+        yield event("e", name, end, cat=span.lane, id=own, **where)
     for op, unit, start_s, host_s, *_ in step["actions"]:
-        name = op if unit < 0 else f"{op} {names[unit]}"
-        yield {"ph": "X", "cat": "action", "name": name, "pid": pid, "tid": _ACTIONS} | {
-            "ts": _us(at_s + start_s),
-            "dur": _us(host_s),
-        }
-    held = dict(step["held"])
+        name, start = op if unit < 0 else f"{op} {names[unit]}", _us(at_s + start_s)
+        yield event("X", name, start, cat="action", tid=_ACTIONS, dur=_us(host_s))
+    held = Counter(step["held"])
     for start_s, kind, nbytes, _ in step["buffers"]:
-        held[kind] = held.get(kind, 0) + nbytes
-        yield {"ph": "C", "name": "buffers", "pid": pid, "ts": _us(at_s + start_s)} | {
-            "args": dict(held)
-        }
+        held[kind] += nbytes
+        yield event("C", "buffers", _us(at_s + start_s), args=dict(held))
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
 from fullshard.engine import Engine, Unit
 from fullshard.tensors import local_part
-from fullshard.trace.reading import read
+from fullshard.trace.reading import acts, changes, works
 from fullshard.trace.steps import History, KeptSegment
 
 
@@ -43,15 +46,8 @@ def history_as_json(history: History, origin_s: float) -> dict[str, Any]:
     """Return sums and steps, with times in seconds since ``origin_s``."""
     return {
         "first_s": history.first_s,
-        "spent": {kind.value: one.as_json() for kind, one in history.spent.items()},
-        "totals": [
-            {
-                "gathers": one.num_gathers,
-                "gather": one.gather.as_json(),
-                "reduction": one.reduction.as_json(),
-            }
-            for one in history.units
-        ],
+        "spent": {kind.value: asdict(one) for kind, one in history.spent.items()},
+        "totals": [asdict(one) for one in history.units],
         "missed": [[*missed, count] for missed, count in history.missed.items()],
         "steps": [step_as_json(kept, origin_s) for kept in history.kept],
     }
@@ -62,28 +58,30 @@ def step_as_json(kept: KeptSegment, origin_s: float) -> dict[str, Any]:
 
     Rows are the fields of ``Act``, ``Work``, ``Change`` and ``Missed``.
     """
-    segment, step = kept.segment, read(kept)
-    start_s = segment.start_s
+    segment, start_of = kept.segment, attrgetter("start_s")
+    start_s, entries = segment.start_s, segment.entries
+    buffers = list(changes(entries))
+    held = Counter(segment.held)  # at the end, and then at the start
+    for change in buffers:
+        held[change.kind] -= change.nbytes
 
-    def since(at_s: float | None) -> float | None:
-        return None if at_s is None else round(at_s - start_s, 7)
-
-    def seconds(one: float | None) -> float | None:
-        return None if one is None else round(one, 7)
+    def since(at_s: float | None, origin_s: float = start_s) -> float | None:
+        return None if at_s is None else round(at_s - origin_s, 7)
 
     return {
         "number": kept.number,
         "start_s": round(start_s - origin_s, 7),
         "duration_s": round(segment.end_s - start_s, 7),
         "allocated_nbytes": segment.allocated_nbytes,
-        "held": step.held,
+        "held": dict(held),
         "actions": [
-            [op, unit, since(at_s), seconds(host_s), since(lane_start_s), seconds(lane_s)]
-            for op, unit, at_s, host_s, lane_start_s, lane_s in step.acts
+            [op, unit, since(at_s), since(host_s, 0.0), since(lane_at_s), since(lane_s, 0.0)]
+            for op, unit, at_s, host_s, lane_at_s, lane_s in sorted(acts(kept), key=start_of)
         ],
         "work": [
-            [what, unit, since(at_s), seconds(took_s)] for what, unit, at_s, took_s in step.works
+            [what, unit, since(at_s), since(took_s, 0.0)]
+            for what, unit, at_s, took_s in sorted(works(entries), key=start_of)
         ],
-        "buffers": [[since(one.at_s), *one[1:]] for one in step.changes],
+        "buffers": [[since(one.at_s), *one[1:4]] for one in buffers],
         "missed": [list(one) for one in kept.missed],
     }

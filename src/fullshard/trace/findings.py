@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fullshard.comm.text import listed
 from fullshard.plan.text import in_bytes, in_seconds
+from fullshard.trace.spans import when
 
 Rank = Mapping[str, Any]
 """The contents of a rank file."""
@@ -74,11 +76,6 @@ def waited_s(rank: Rank) -> float:
     return float(sum(one["total_s"] for one in exposed) / max(1, rank["spent"]["step"]["count"]))
 
 
-def took_s(action: Sequence[Any]) -> float:
-    """Return the seconds of an action of a rank file, on its lane if that time is known."""
-    return float(action[3] if action[5] is None else action[5])
-
-
 def tiny_units(rank: Rank) -> list[Finding]:
     """Return a finding if many small units wait: each message takes longer than its bytes do."""
     sizes = [one["unsharded_nbytes"] for one in rank["units"] if one["unsharded_nbytes"]]
@@ -107,13 +104,14 @@ def exposed(rank: Rank, kind: str) -> list[Finding]:
     Units that a larger budget could hide share one finding, as the budget is set once for the
     model.
     """
-    of_step, told_of = _EXPOSED[kind]
+    of_step = _gathers if kind == "gather" else _reductions
     steps = [one for one in rank["steps"] if one["number"] > 1] or rank["steps"]
-    found = [one for one in _mean(map(of_step, steps)) if _counts(rank, one)]
+    least_s = max(LEAST_S, LEAST_SHARE * mean_step_s(rank))
+    found = [one for one in _mean(map(of_step, steps)) if one.exposed_s >= least_s]
     hidable = [one for one in found if one.hidden_s > 0]
     alone = [one for one in found if one.hidden_s <= 0]
     return [
-        *([told_of(rank, hidable)] if hidable else []),
+        *([_hidable(rank, kind, hidable)] if hidable else []),
         *(_alone(rank, kind, one) for one in alone[:NUM_NAMED]),
         *_the_rest(kind, alone[NUM_NAMED:]),
     ]
@@ -149,35 +147,35 @@ _NOTHING_LEFT = {
 }
 
 
-def _exposed_gathers(rank: Rank, found: Sequence[_Exposed]) -> Finding:
+def _hidable(rank: Rank, kind: str, found: Sequence[_Exposed]) -> Finding:
+    """Return the finding of units that a larger budget could hide."""
     units = [rank["units"][one.unit] for one in found]
-    nbytes = max(unit["unsharded_nbytes"] for unit in units)
-    budget = rank["engines"][units[0]["engine"]]["prefetch_budget"]
+    name, size = _BUDGETS[kind]
+    nbytes = max(unit[size] for unit in units)
+    budget = rank["engines"][units[0]["engine"]][name]
     total_s, hidden_s = (sum(column) for column in list(zip(*found, strict=True))[1:])
-    holds = "one unit ahead"
-    if budget is not None:
-        holds = f"{in_bytes(budget)}, {budget // max(1, nbytes)} such units"
-    hides = hidden_s >= NEARLY * total_s
-    would = "hide this" if hides else f"hide {in_seconds(hidden_s)} of this at most"
+    if kind == "gather":
+        holds, least = "one unit ahead", 3 * nbytes
+        if budget is not None:
+            holds = f"{in_bytes(budget)}, {budget // max(1, nbytes)} such units"
+        hides = hidden_s >= NEARLY * total_s
+        would = "hide this" if hides else f"hide {in_seconds(hidden_s)} of this at most"
+        more = f"would {would} and"
+    else:
+        holds, least = "one reduction" if budget is None else in_bytes(budget), 2 * nbytes
+        more = "in flight would"
     text = (
-        f"{_named(rank, 'gather', found)}; the prefetch budget holds {holds}, and one more would "
-        f"{would} and cost {in_bytes(nbytes)}"
+        f"{_named(rank, kind, found)}; the {name.replace('_', ' ')} holds {holds}, and one more "
+        f"{more} cost {in_bytes(nbytes)}"
     )
-    change = f"set_prefetch_budget({3 * nbytes if budget is None else budget + nbytes})"
-    return Finding("gather", units[0]["name"], text, change, total_s)
+    change = f"set_{name}({least if budget is None else budget + nbytes})"
+    return Finding(kind, units[0]["name"], text, change, total_s)
 
 
-def _exposed_reductions(rank: Rank, found: Sequence[_Exposed]) -> Finding:
-    units = [rank["units"][one.unit] for one in found]
-    nbytes = max(unit["reduction_nbytes"] for unit in units)
-    budget = rank["engines"][units[0]["engine"]]["reduction_budget"]
-    holds = "one reduction" if budget is None else in_bytes(budget)
-    text = (
-        f"{_named(rank, 'reduction', found)}; the reduction budget holds {holds}, and one more "
-        f"in flight would cost {in_bytes(nbytes)}"
-    )
-    change = f"set_reduction_budget({2 * nbytes if budget is None else budget + nbytes})"
-    return Finding("reduction", units[0]["name"], text, change, sum(one.exposed_s for one in found))
+_BUDGETS = {
+    "gather": ("prefetch_budget", "unsharded_nbytes"),
+    "reduction": ("reduction_budget", "reduction_nbytes"),
+}
 
 
 def missed_guesses(rank: Rank) -> list[Finding]:
@@ -191,8 +189,8 @@ def missed_guesses(rank: Rank) -> list[Finding]:
         Finding(
             "guess",
             name(unit),
-            f"{name(unit)} was gathered in vain {_times(count)}: expected after "
-            f"{name(guessed_in)}, but {name(came)} came; "
+            f"{name(unit)} was gathered in vain {'once' if count == 1 else f'{count} times'}: "
+            f"expected after {name(guessed_in)}, but {name(came)} came; "
             f"{in_bytes(count * units[unit]['unsharded_nbytes'])} in all",
             "where the order of units changes from step to step, name those that follow with "
             "set_modules_to_forward_prefetch, or put units that are skipped together into one",
@@ -238,21 +236,10 @@ def unequal_units(units: Sequence[Mapping[str, Any]]) -> list[Finding]:
         (small, "far smaller", "put it into one unit with a neighbour: fewer, larger messages"),
     ):
         if some:
-            sizes = ", ".join(
-                f"{one['name']} ({in_bytes(one['unsharded_nbytes'])})" for one in some[:5]
-            )
-            more = f" and {len(some) - 5} more" if len(some) > 5 else ""
-            text = f"{far} than the median unit ({in_bytes(median)}): {sizes}{more}"
+            sizes = [f"{one['name']} ({in_bytes(one['unsharded_nbytes'])})" for one in some]
+            text = f"{far} than the median unit ({in_bytes(median)}): {listed(sizes, 5)}"
             found.append(Finding("size", some[0]["name"], text, change, 0.0))
     return found
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
-def _counts(rank: Rank, one: _Exposed) -> bool:
-    return one.exposed_s >= max(LEAST_S, LEAST_SHARE * mean_step_s(rank))
 
 
 def _mean(steps: Iterable[Iterable[_Exposed]]) -> list[_Exposed]:
@@ -280,7 +267,7 @@ def _gathers(step: Mapping[str, Any]) -> list[_Exposed]:
         elif op == "wait" and unit in begun:
             index = bisect_right(starts, begun.pop(unit)) - 1
             earlier_s = starts[index] - starts[index - 1] if index > 0 else 0.0
-            exposed_s = took_s(action)
+            exposed_s = when(action)[1]
             found.append(_Exposed(unit, exposed_s, min(exposed_s, earlier_s)))
     return found
 
@@ -290,16 +277,10 @@ def _reductions(step: Mapping[str, Any]) -> list[_Exposed]:
     ends = [at_s + took for what, _, at_s, took in step["work"] if what == "backward"]
     last_s = max(ends, default=0.0)
     return [
-        _Exposed(action[1], took_s(action), min(took_s(action), max(0.0, last_s - action[2])))
+        _Exposed(action[1], took := when(action)[1], min(took, max(0.0, last_s - action[2])))
         for action in step["actions"]
         if action[0] == "finish_reduce"
     ]
-
-
-_EXPOSED = {
-    "gather": (_gathers, _exposed_gathers),
-    "reduction": (_reductions, _exposed_reductions),
-}
 
 
 def _the_rest(kind: str, rest: Sequence[_Exposed]) -> list[Finding]:

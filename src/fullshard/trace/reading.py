@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fullshard.schedule.triggers import (
@@ -59,39 +58,13 @@ class Change(NamedTuple):
     kind: str
     nbytes: int
     unit: int
+    """The unit of the action; NO_UNIT outside of any."""
+    storage: int | None
+    """The id of its storage."""
 
 
-@dataclass
-class StepEvents:
-    """The events of a segment."""
-
-    held: dict[str, int]
-    """Bytes of buffers by kind at the start of the segment."""
-    acts: list[Act] = field(default_factory=list)
-    works: list[Work] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
-
-
-class Failed(NamedTuple):
-    """The memory held at an exception, by unit and kind, and the unit that ran last."""
-
-    unit: int
-    held: dict[tuple[int, str], int]
-
-
-def read(kept: KeptSegment) -> StepEvents:
-    """Return the events of a step, in order of their start."""
-    segment = kept.segment
-    changes = [change for change, _ in _changes(segment.entries)]
-    held = Counter(segment.held)
-    for change in changes:
-        held[change.kind] -= change.nbytes
-    acts = sorted(_acts(kept), key=lambda act: act.start_s)
-    works = sorted(_works(segment.entries), key=lambda work: work.start_s)
-    return StepEvents(dict(held), acts, works, changes)
-
-
-def _acts(kept: KeptSegment) -> Iterator[Act]:
+def acts(kept: KeptSegment) -> Iterator[Act]:
+    """Yield the actions of a segment, in order of their end."""
     began: list[tuple[Any, ...]] = []
     for entry in kept.segment.entries:
         if entry[0] == ACTS:
@@ -102,7 +75,7 @@ def _acts(kept: KeptSegment) -> Iterator[Act]:
             yield Act(action.op.value, _unit(action, base), at_s, entry[1] - at_s, *lane)
 
 
-def _works(entries: Iterable[tuple[Any, ...]]) -> Iterator[Work]:
+def works(entries: Iterable[tuple[Any, ...]]) -> Iterator[Work]:
     """Yield the model's work; a unit's backward lasts until the next unit's backward."""
     forwards: list[Work] = []
     backward: Work | None = None
@@ -134,8 +107,8 @@ def _left(forwards: list[Work], unit: int, at_s: float) -> Iterator[Work]:
             return
 
 
-def _changes(entries: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Change, int | None]]:
-    """Yield changes of buffers, with the unit of the action, and the ids of their storages."""
+def changes(entries: Iterable[tuple[Any, ...]]) -> Iterator[Change]:
+    """Yield the changes of buffers."""
     began: list[int] = []
     for entry in entries:
         if entry[0] == ACTS:
@@ -144,11 +117,15 @@ def _changes(entries: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Change, int |
             began.pop()
         elif entry[0] == HELD:
             _, at_s, kind, nbytes, storage = entry
-            yield Change(at_s, kind.value, nbytes, began[-1] if began else NO_UNIT), storage
+            yield Change(at_s, kind.value, nbytes, began[-1] if began else NO_UNIT, storage)
 
 
-def held_when_it_failed(steps: Iterable[KeptSegment], last: KeptSegment) -> Failed:
-    """Return the memory held at the exception in ``last``.
+def held_when_it_failed(
+    steps: Iterable[KeptSegment], last: KeptSegment
+) -> tuple[int, dict[tuple[int, str], int]]:
+    """Return the unit that ran last before the exception in ``last``, and the memory held then.
+
+    The memory is counted by unit and kind.
 
     Forwards and backwards free their memory as the exception passes through them, before a trace
     sees it. So only entries before the first trigger that reports the exception count. The unit of
@@ -159,27 +136,22 @@ def held_when_it_failed(steps: Iterable[KeptSegment], last: KeptSegment) -> Fail
     owners: dict[int, int] = {}
     in_all = Counter(last.segment.held)
     for one in (*(step for step in steps if step is not last), last):
-        for change, storage in _changes(one.segment.entries):
+        for change in changes(one.segment.entries):
+            owner = change.unit
             if change.at_s >= failed_s:
                 in_all[change.kind] -= change.nbytes
                 continue
-            owner = change.unit
-            if storage is not None:
-                owner = _owner(owners, storage, change)
-            held[owner, change.kind] += change.nbytes
-    known: Counter[str] = Counter()
-    for (owner, kind), nbytes in held.items():
-        known[kind] += nbytes if owner != NO_UNIT else 0
-    found = {key: nbytes for key, nbytes in held.items() if nbytes > 0 and key[0] != NO_UNIT}
-    rest = {(NO_UNIT, kind): nbytes - known[kind] for kind, nbytes in in_all.items()}
-    return Failed(unit, found | {key: nbytes for key, nbytes in rest.items() if nbytes > 0})
-
-
-def _owner(owners: dict[int, int], storage: int, change: Change) -> int:
-    if change.nbytes > 0:
-        owners[storage] = change.unit
-        return change.unit
-    return owners.pop(storage, NO_UNIT)
+            if change.storage is not None and change.nbytes > 0:
+                owners[change.storage] = owner
+            elif change.storage is not None:
+                owner = owners.pop(change.storage, NO_UNIT)
+            if owner != NO_UNIT:
+                held[owner, change.kind] += change.nbytes
+    rest = {
+        (NO_UNIT, kind): nbytes - sum(n for (_, its), n in held.items() if its == kind)
+        for kind, nbytes in in_all.items()
+    }
+    return unit, {key: nbytes for key, nbytes in {**held, **rest}.items() if nbytes > 0}
 
 
 def _failure(segment: TapeSegment) -> tuple[int, float]:

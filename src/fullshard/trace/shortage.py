@@ -29,19 +29,17 @@ def ways(rank: Mapping[str, Any]) -> list[Way]:
 
     Ways that suffice come first; among equals, the cheaper way comes first.
     """
-    shortage, units = rank["shortage"], rank["units"]
-    tried = shortage["tried_nbytes"]
+    tried = rank["shortage"]["tried_nbytes"]
     found = [
         Way(what, saves, costs, None if tried is None else saves >= tried)
-        for what, saves, costs in _in_order_of_cost(rank, shortage, units)
+        for what, saves, costs in _in_order_of_cost(rank)
         if saves > 0
     ]
     return sorted(found, key=lambda way: way.suffices is False)[:NUM_WAYS]
 
 
-def _in_order_of_cost(
-    rank: Mapping[str, Any], shortage: Mapping[str, Any], units: list[dict[str, Any]]
-) -> list[tuple[str, int, str]]:
+def _in_order_of_cost(rank: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    shortage, units = rank["shortage"], rank["units"]
     whole = _by_unit(shortage, *_GATHERED)
     in_use = {shortage["where"]} | {n for n, unit in enumerate(units) if unit["encloses"]}
     kept = {n for n in whole if units[n]["after_forward"] == "keep"} - in_use
@@ -68,7 +66,7 @@ def _in_order_of_cost(
         ),
         (
             "activation checkpoints (torch.utils.checkpoint) around the blocks",
-            _others(rank, shortage),
+            _others(rank),
             "one more forward of what is checkpointed, about a third more computation; saves up "
             "to the figure, which includes optimizer state and whatever else PyTorch holds",
         ),
@@ -93,11 +91,10 @@ def _by_unit(shortage: Mapping[str, Any], *kinds: str) -> Counter[int]:
     return found
 
 
-def _others(rank: Mapping[str, Any], shortage: Mapping[str, Any]) -> int:
+def _others(rank: Mapping[str, Any]) -> int:
     """Return the known bytes that are neither shards nor buffers."""
-    allocated = shortage["allocated_nbytes"]
-    if allocated is not None:
-        known = sum(int(n) for *_, n in shortage["held"])
-        return max(0, int(allocated) - known)
+    shortage = rank["shortage"]
+    if shortage["allocated_nbytes"] is not None:
+        return max(0, int(shortage["allocated_nbytes"] - sum(n for *_, n in shortage["held"])))
     plan = rank.get("plan") or {}
     return int(plan.get("peak", {}).get("held", {}).get("activations", 0))

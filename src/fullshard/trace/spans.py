@@ -31,7 +31,7 @@ def spans(step: Mapping[str, Any]) -> list[Span]:
     begun: dict[tuple[str, int], float] = {}
     for action in step["actions"]:
         op, unit = action[0], action[1]
-        start_s, took_s = _when(action)
+        start_s, took_s = when(action)
         if op in _STARTS:
             begun[_STARTS[op], unit] = start_s
         elif op in _ENDS:
@@ -44,6 +44,7 @@ def spans(step: Mapping[str, Any]) -> list[Span]:
     return found
 
 
-def _when(action: Sequence[Any]) -> tuple[float, float]:
+def when(action: Sequence[Any]) -> tuple[float, float]:
+    """Return the start and the seconds of an action, on its lane if these times are known."""
     _, _, at_s, host_s, lane_start_s, lane_s = action
     return (at_s, host_s) if lane_start_s is None else (lane_start_s, lane_s)

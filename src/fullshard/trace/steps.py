@@ -10,6 +10,7 @@ import enum
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fullshard.schedule import Op
@@ -80,14 +81,13 @@ class Missed(NamedTuple):
     """The unit that ran instead; NO_UNIT: the pass ended."""
 
 
+@dataclass(slots=True)
 class Sum:
     """The count, sum and maximum of durations."""
 
-    __slots__ = ("count", "most_s", "total_s")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total_s = self.most_s = 0.0
+    count: int = 0
+    total_s: float = 0.0
+    most_s: float = 0.0
 
     def add(self, seconds: float) -> None:
         """Count ``seconds``."""
@@ -95,10 +95,6 @@ class Sum:
         self.total_s += seconds
         if seconds > self.most_s:
             self.most_s = seconds
-
-    def as_json(self) -> dict[str, float]:
-        """Return a dict for JSON."""
-        return {"count": self.count, "total_s": self.total_s, "most_s": self.most_s}
 
 
 class Clock(NamedTuple):
@@ -140,15 +136,16 @@ class KeptSegment(NamedTuple):
     missed: list[Missed]
 
 
+@dataclass(slots=True)
 class UnitSums:
     """Sums over all steps of one unit."""
 
-    def __init__(self) -> None:
-        self.num_gathers = 0
-        self.gather = Sum()
-        """The time that computation waited for the unit's gathers."""
-        self.reduction = Sum()
-        """The time that computation waited for the unit's reductions."""
+    gathers: int = 0
+    """The number of its gathers."""
+    gather: Sum = field(default_factory=Sum)
+    """The time that computation waited for the unit's gathers."""
+    reduction: Sum = field(default_factory=Sum)
+    """The time that computation waited for the unit's reductions."""
 
 
 class History:
@@ -229,7 +226,7 @@ class History:
                 op = action.op
                 if op is _UNSHARD:
                     unit = entry[3] + action.unit
-                    units[unit].num_gathers += 1
+                    units[unit].gathers += 1
                     if unit != entered:
                         guessed[unit] = entered
                 elif guessed and (op is _RESHARD or op is _TO_SECONDARY):

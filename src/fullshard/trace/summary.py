@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from fullshard.trace.findings import Rank, findings, mean_step_s, waited_s
@@ -28,6 +29,14 @@ def summarize(ranks: Sequence[Rank]) -> dict[str, Any]:
     step, others = (shown[0] if shown else None), shown[1:]
     short = next((one for one in ranks if one["shortage"] is not None), None)
     there = {one["rank"] for one in ranks}
+
+    def figures(rank: Rank, number: int | None, most_spans: int) -> dict[str, Any]:
+        return {
+            "memory": memory(rank, number),
+            "lanes": _lanes(ranks, number, most_spans),
+            "plan": _compared(first, number),
+        }
+
     return {
         "clocks": CLOCKS,
         "world": first["world"],
@@ -38,17 +47,8 @@ def summarize(ranks: Sequence[Rank]) -> dict[str, Any]:
         "steps": _steps(first),
         "units": units(ranks),
         "findings": [one._asdict() for one in findings(ranks)],
-        "memory": memory(short or first, step),
-        "lanes": _lanes(ranks, step, MOST_SPANS),
-        "plan": _compared(first, step),
-        "others": [
-            {
-                "memory": memory(first, other),
-                "lanes": _lanes(ranks, other, MOST_SPANS // 4),
-                "plan": _compared(first, other),
-            }
-            for other in others
-        ],
+        **figures(short or first, step, MOST_SPANS),
+        "others": [figures(first, other, MOST_SPANS // 4) for other in others],
         "shortage": None if short is None else _shortage(short),
     }
 
@@ -259,8 +259,7 @@ def first_difference(
     recorded: Sequence[str], planned: Sequence[str], names: Sequence[str]
 ) -> dict[str, Any] | None:
     """Return the first action that differs from the plan; None if all are equal."""
-    for index in range(max(len(recorded), len(planned))):
-        pair = [one[index] if index < len(one) else None for one in (recorded, planned)]
+    for index, pair in enumerate(zip_longest(recorded, planned)):
         if pair[0] != pair[1]:
             ours, theirs = (_named(one, names) for one in pair)
             return {"index": index, "recorded": ours, "planned": theirs}

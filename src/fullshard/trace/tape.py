@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -131,13 +131,6 @@ def stamp_of(engine: Engine) -> Callable[[Lane], Stamp] | None:
 _MAY_END = frozenset({ForwardEnter, ForwardExit, WeightsChanged, TaskEnd})
 
 
-class _Before(NamedTuple):
-    """The recorder and the watch of an engine before it was traced."""
-
-    recorder: Any
-    watch: Any
-
-
 class Tap:
     """The recorder, observer and watch of one engine; unit 0 has number ``base`` in the tree."""
 
@@ -147,7 +140,7 @@ class Tap:
         self._tape = tape
         self._entries = tape.entries
         self._append = tape.entries.append
-        self._before = _Before(engine.recorder, engine.meter.watch)
+        self._recorder, self._watch = engine.recorder, engine.meter.watch  # before the trace
         self._stamp = stamp_of(engine)
         self._lanes: list[Lane | None] = []  # lanes of the actions that have begun
 
@@ -169,7 +162,7 @@ class Tap:
 
     def detach(self) -> None:
         """Put back the earlier recorder and watch."""
-        self.engine.recorder, self.engine.meter.watch = self._before
+        self.engine.recorder, self.engine.meter.watch = self._recorder, self._watch
         self.engine.observer = None
 
     def record(self, event: Event) -> None:
@@ -180,8 +173,8 @@ class Tap:
         if len(self._entries) >= MOST_ENTRIES:
             self._tape.cut(at_s)
         self._append((HEARD, at_s, trigger, self._base))
-        if self._before.recorder is not None:
-            self._before.recorder.record(event)
+        if self._recorder is not None:
+            self._recorder.record(event)
 
     def acting(self, action: Action) -> Tap:
         """See ``Observer``; the innermost action ends first."""
@@ -207,5 +200,5 @@ class Tap:
     def resized(self, kind: BufferKind, nbytes: int, storage: torch.UntypedStorage | None) -> None:
         """See ``StorageMeter.watch``."""
         self._append((HELD, _now(), kind, nbytes, None if storage is None else id(storage)))
-        if self._before.watch is not None:
-            self._before.watch(kind, nbytes, storage)
+        if self._watch is not None:
+            self._watch(kind, nbytes, storage)

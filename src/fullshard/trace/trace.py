@@ -10,6 +10,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -148,20 +150,13 @@ class _Run:
         self.tape = Tape(self._done, self.start_s)
         self.units = [unit for engine in engines for unit in engine.units]
         self.history = History(keep, len(self.units), Clock(self.start_s, stamp))
-        self.taps: list[Tap] = []
-        try:
-            for engine in engines:
-                base = sum(len(tap.engine.units) for tap in self.taps)
+        bases = accumulate((len(engine.units) for engine in engines), initial=0)
+        with ExitStack() as attached:  # if one cannot be attached, those before are detached
+            for engine, base in zip(engines, bases, strict=False):
                 tap = Tap(engine, base, self.tape)
                 tap.attach()
-                self.taps.append(tap)
-        except ProtocolError:
-            self._detach()
-            raise
-
-    def _detach(self) -> None:
-        for tap in self.taps:
-            tap.detach()
+                attached.callback(tap.detach)
+            self._detach = attached.pop_all().close
 
     def end(self, error: BaseException | None) -> dict[str, Any]:
         """Stop listening, and return the contents of the rank's file."""
@@ -170,6 +165,7 @@ class _Run:
             self._synchronize()
         self.tape.end()
         self.history.end()
+        last = None if error is None else self.history.last  # the step that it interrupted
         rank, world = _place()
         policies = [engine.scheduler.policy for engine in self.engines]
         return {
@@ -189,7 +185,7 @@ class _Run:
                 for unit in engine.units
             ],
             **history_as_json(self.history, self.start_s),
-            "unfinished": self._unfinished(error),
+            "unfinished": None if last is None else step_as_json(last, self.start_s),
             "shortage": self._shortage(error),
         }
 
@@ -207,11 +203,6 @@ class _Run:
     def _synchronize(self) -> None:
         if self.device.type not in ("cpu", "meta"):
             torch.get_device_module(self.device).synchronize(self.device)
-
-    def _unfinished(self, error: BaseException | None) -> dict[str, Any] | None:
-        """Return the step that ``error`` interrupted; None without an error."""
-        last = self.history.last
-        return None if error is None or last is None else step_as_json(last, self.start_s)
 
     def _shortage(self, error: BaseException | None) -> dict[str, Any] | None:
         if not isinstance(error, torch.OutOfMemoryError):
