@@ -19,7 +19,7 @@ from fullshard.checkpoint import (
     inspect,
     list_checkpoints,
 )
-from fullshard.cli.printing import print_json, print_table
+from fullshard.cli.printing import AsJson, print_json, print_table
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.plan import in_bytes
 from fullshard.train.job import GroupedCommand, GroupedCommands
@@ -37,7 +37,6 @@ Folder = Annotated[str, typer.Argument(metavar="PATH", help="Folder or URL of a 
 Root = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of checkpoints; or a URL.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command("list", cls=GroupedCommand)

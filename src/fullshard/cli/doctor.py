@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import torch.distributed as dist
 import typer
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fullshard import doctor
 from fullshard.cli.doctor_tables import print_report
-from fullshard.cli.printing import print_json
+from fullshard.cli.printing import AsJson, print_json
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.plan import hardware_from, time_host
 from fullshard.progress import on_progress
@@ -40,7 +39,7 @@ def doctor_command(
         str | None,
         typer.Option(help="Dims to measure, such as replicate=2,shard=4.", metavar="NAME=SIZE,..."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
     calibrate: Annotated[
         Path | None,
         typer.Option(help="Write the measured hardware to a file for plans.", metavar="FILE"),
@@ -62,7 +61,12 @@ def doctor_command(
         show(doctor.Report([alone], failures=["half of a launcher's environment: nothing started"]))
         return 1
     if is_worker():
-        _check_nproc(nproc)
+        started = num_local_workers()
+        if nproc not in (None, started):
+            raise ConfigError(
+                f"--nproc is {nproc}, but the launcher started {started} ranks on this machine: "
+                "leave --nproc out"
+            )
         _work(show, mesh, timeout)
     options = ["--timeout", str(timeout), *(["--json"] if as_json else [])]
     options += [] if mesh is None else ["--mesh", mesh]
@@ -70,15 +74,6 @@ def doctor_command(
     count = nproc or default_nproc()
     doctor.mesh_shape(mesh, count)
     return _launch(count, options)
-
-
-def _check_nproc(nproc: int | None) -> None:
-    started = num_local_workers()
-    if nproc not in (None, started):
-        raise ConfigError(
-            f"--nproc is {nproc}, but the launcher started {started} ranks on this machine: leave "
-            "--nproc out"
-        )
 
 
 def _work(show: Show, mesh: str | None, timeout_s: float) -> NoReturn:
@@ -90,7 +85,7 @@ def _work(show: Show, mesh: str | None, timeout_s: float) -> NoReturn:
         # cursor hidden.
         with on_progress(Operations(prints=rank == 0).update):
             code = doctor.examine(
-                _meet,
+                lambda: meeting_place()[0]["store"],
                 show,
                 rank=rank,
                 world=world,
@@ -104,12 +99,6 @@ def _work(show: Show, mesh: str | None, timeout_s: float) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _meet() -> dist.Store:
-    place, _ = meeting_place()
-    store: dist.Store = place["store"]
-    return store
 
 
 def _launch(nproc: int, options: list[str]) -> int:

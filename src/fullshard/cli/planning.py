@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from fullshard.cli.printing import AsJson
 from fullshard.errors import ConfigError
 from fullshard.optim import Muon
 from fullshard.plan import PRESETS, Plan, draw_plan, plan
@@ -69,7 +70,6 @@ _Optimizer = Annotated[OptimizerName, flag("optimizer")]
 _Wire = Annotated[str | None, flag("wire")]
 _CheckpointActivations = Annotated[bool, flag("checkpoint_activations")]
 _Rank = Annotated[int, typer.Option(help="Rank to plan for.", min=0)]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 _Measure = Annotated[
     bool,
     typer.Option(
@@ -102,7 +102,7 @@ def plan_command(
     checkpoint_activations: _CheckpointActivations = False,
     rank: _Rank = 0,
     measure: _Measure = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
     picture: _Picture = None,
 ) -> int:
     """Predict memory and time of a training step; exit code 1 if it does not fit."""
@@ -176,15 +176,14 @@ def _function(name: str) -> Callable[[], Any]:
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current folder, as for python -m
     try:
-        found = getattr(importlib.import_module(module), function)
+        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"{name}: no such function ({error}); expected MODULE:FUNCTION, importable from here"
         ) from error
     if not callable(found):
         raise ConfigError(f"{name}: is a {type(found).__name__}, expected a function")
-    called: Callable[[], Any] = found
-    return called
+    return found
 
 
 def _mesh(world_size: int | None, mesh: str | None) -> dict[str, int]:
@@ -208,10 +207,8 @@ def nbytes_of(text: str) -> int:
     Raises:
         ConfigError: the text has another form.
     """
-    found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", text.strip().lower())
-    try:
-        if found is not None:
-            return int(float(found[1]) * _UNITS[found[2]])
-    except (ValueError, KeyError):
-        pass
-    raise ConfigError(f"--budget {text}: expected bytes such as 80GB, 64GiB or 1000000")
+    number = r"[0-9]+\.?[0-9]*|\.[0-9]+"
+    found = re.fullmatch(rf"({number})\s*((?:[kmgt]i?)?)b?", text.strip().lower())
+    if found is None:
+        raise ConfigError(f"--budget {text}: expected bytes such as 80GB, 64GiB or 1000000")
+    return int(float(found[1]) * _UNITS[found[2]])

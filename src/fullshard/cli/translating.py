@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,12 +80,11 @@ class Program:
     def text(self, name: str) -> str:
         """Return the source, with the notes as comments at its end."""
         lines = [f'"""Made from {name} by fullshard translate."""', ""]
+        lines += ["import os", ""] if "os." in "".join(self.mesh or ()) else []
+        lines += ["import torch"]
         if self.mesh is not None:
-            lines += ["import os", ""] if "os." in "".join(self.mesh) else []
-            lines += ["import torch", "import torch.distributed as dist"]
+            lines += ["import torch.distributed as dist"]
             lines += ["from torch.distributed.device_mesh import init_device_mesh"]
-        else:
-            lines += ["import torch"]
         lines += ["", "import fullshard", "", "", "def train(model, batches, loss_of):"]
         lines += ['    """Train on the batches of this rank; `loss_of(model, batch)` is a mean."""']
         body = "\n".join((*self._sharding(), *self._optimizer(), *self._loop()))
@@ -156,7 +156,6 @@ def _call(function: str, arguments: list[str]) -> str:
 
 
 _SELF = "nothing to do: fullshard always does this"
-_NVME = "there is no offload to NVMe here"
 _PLAN = "fullshard.plan(model, budget_nbytes=...) chooses options that fit"
 _TRACE = "fullshard.trace(model, folder) records this"
 _LOG = "log in the loop; fullshard train has --log"
@@ -248,7 +247,6 @@ _CLASSES = {
     "muon": "Muon",
 }
 _OPTIONS = {"lr", "betas", "eps", "weight_decay", "momentum"}
-_OFF = (False, None, "none", _AUTO)
 
 Rule = Callable[[Program, str, Any], None]
 
@@ -256,29 +254,30 @@ Rule = Callable[[Program, str, Any], None]
 def _take_deepspeed(program: Program, config: Mapping[str, Any]) -> None:
     if _is_on(config.get("fp16")) and _is_on(config.get("bf16")):
         raise ConfigError("fp16 and bf16 are enabled: choose one")
-    for section in ("zero_optimization", "activation_checkpointing"):
+    sections = "zero_optimization", "activation_checkpointing"
+    for section in sections:
         if not isinstance(config.get(section, {}), Mapping):
             raise ConfigError(f"{section} is {config[section]!r}, expected keys and values")
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if key in ("zero_optimization", "activation_checkpointing"):
-            flat |= {f"{key}.{name}": one for name, one in value.items()}
-        else:
-            flat[key] = value
-    _apply(program, flat, _DEEPSPEED)
+    _apply(program, _flat(config, sections), _DEEPSPEED)
 
 
 def _take_accelerate(program: Program, config: Mapping[str, Any]) -> None:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if key in ("fsdp_config", "deepspeed_config"):
-            flat |= {f"{key}.{name}": one for name, one in (value or {}).items()}
-        else:
-            flat[key] = value
+    flat = _flat(config, ("fsdp_config", "deepspeed_config"))
     path = flat.pop("deepspeed_config.deepspeed_config_file", None)
     if path is not None:
         _take_deepspeed(program, read(Path(path)))
     _apply(program, flat, _ACCELERATE)
+
+
+def _flat(config: Mapping[str, Any], sections: tuple[str, ...]) -> dict[str, Any]:
+    """Return the settings by key, those of ``sections`` by "section.key"."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in sections:
+            flat |= {f"{key}.{name}": one for name, one in (value or {}).items()}
+        else:
+            flat[key] = value
+    return flat
 
 
 def _apply(program: Program, flat: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
@@ -376,32 +375,28 @@ def _stage(program: Program, key: str, value: Any) -> None:
         program.shard["reshard_after_forward"] = "False"
 
 
-def _offload_params(program: Program, key: str, value: Any) -> None:
+def _offloads(program: Program, key: str, value: Any) -> bool:
     device = value.get("device") if isinstance(value, Mapping) else value
     if device == "nvme":
-        program.notes[key] = _NVME
-    elif device not in _OFF:
+        program.notes[key] = "there is no offload to NVMe here"
+    return device not in (False, None, "none", _AUTO, "nvme")
+
+
+def _offload_params(program: Program, key: str, value: Any) -> None:
+    if _offloads(program, key, value):
         program.shard["offload_policy"] = "fullshard.CPUOffloadPolicy()"
         program.optimizer_options.pop("host_fraction", None)  # all of it is on the host then
 
 
 def _offload_state(program: Program, key: str, value: Any) -> None:
-    device = value.get("device") if isinstance(value, Mapping) else value
-    if device == "nvme":
-        program.notes[key] = _NVME
-    elif device not in _OFF and "offload_policy" not in program.shard:
+    if _offloads(program, key, value) and "offload_policy" not in program.shard:
         ratio = value.get("ratio", 1.0) if isinstance(value, Mapping) else 1.0
         program.optimizer_options["host_fraction"] = repr(_number(f"{key}.ratio", ratio, float))
 
 
-def _budget(method: str) -> Rule:
-    def take(program: Program, key: str, value: Any) -> None:
-        nbytes = 2 * _number(key, value, int)
-        program.after.append(
-            f"model.{method}({nbytes:_})  # bytes, for {value:,.0f} elements in bf16"
-        )
-
-    return take
+def _budget(method: str, program: Program, key: str, value: Any) -> None:
+    nbytes = 2 * _number(key, value, int)
+    program.after.append(f"model.{method}({nbytes:_})  # bytes, for {value:,.0f} elements in bf16")
 
 
 def _hpz(program: Program, key: str, value: Any) -> None:
@@ -414,14 +409,11 @@ def _mics(program: Program, key: str, value: Any) -> None:
         program.mesh = ("dist.get_world_size() // shards", str(value))
 
 
-def _wire(part: str, code: str) -> Rule:
-    def take(program: Program, key: str, value: Any) -> None:
-        if value is True:
-            before = program.shard.get("wire", "fullshard.WirePolicy()").removesuffix(")")
-            comma = "" if before.endswith("(") else ", "
-            program.shard["wire"] = f"{before}{comma}{part}={code!r})"
-
-    return take
+def _wire(part: str, code: str, program: Program, key: str, value: Any) -> None:
+    if value is True:
+        before = program.shard.get("wire", "fullshard.WirePolicy()").removesuffix(")")
+        comma = "" if before.endswith("(") else ", "
+        program.shard["wire"] = f"{before}{comma}{part}={code!r})"
 
 
 def _activations(program: Program, key: str, value: Any) -> None:
@@ -472,12 +464,12 @@ _DEEPSPEED: dict[str, Rule] = {
     f"{_ZERO}.stage": _stage,
     f"{_ZERO}.offload_param": _offload_params,
     f"{_ZERO}.offload_optimizer": _offload_state,
-    f"{_ZERO}.stage3_prefetch_bucket_size": _budget("set_prefetch_budget"),
-    f"{_ZERO}.reduce_bucket_size": _budget("set_reduction_budget"),
+    f"{_ZERO}.stage3_prefetch_bucket_size": partial(_budget, "set_prefetch_budget"),
+    f"{_ZERO}.reduce_bucket_size": partial(_budget, "set_reduction_budget"),
     f"{_ZERO}.zero_hpz_partition_size": _hpz,
     f"{_ZERO}.mics_shard_size": _mics,
-    f"{_ZERO}.zero_quantized_weights": _wire("gather", "int8"),
-    f"{_ZERO}.zero_quantized_gradients": _wire("reduce", "int4"),
+    f"{_ZERO}.zero_quantized_weights": partial(_wire, "gather", "int8"),
+    f"{_ZERO}.zero_quantized_gradients": partial(_wire, "reduce", "int4"),
     "activation_checkpointing.cpu_checkpointing": _activations,
 }
 _ACCELERATE: dict[str, Rule] = {
