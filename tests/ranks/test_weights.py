@@ -241,10 +241,10 @@ def in_small_pieces(folder: Path, out: Path) -> tuple[float, int]:
         kept = sum(param.to_local().nbytes for param in model.parameters())
         pack, largest = exporting.pack, 0
 
-        def weighed(shares: Any, parts: Any, message: Tensor) -> None:
+        def weighed(parts: Any, message: Tensor, dtypes: Any) -> None:
             nonlocal largest
             largest = max(largest, message.nbytes)
-            pack(shares, parts, message)
+            pack(parts, message, dtypes)
 
         patch.setattr(exporting, "pack", weighed)
         checkpoint.save_weights(model, out)

@@ -27,8 +27,9 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.errors import CheckpointError
-from fullshard.layout.region import Overlap, Region
+from fullshard.layout.region import Region
 from fullshard.progress import Operation
+from fullshard.tensors.transfer import ALIGN, Part, parts_of, places
 
 _TOLERATED = 1.05
 """Bytes read for each byte kept above which ranks exchange a tensor."""
@@ -36,7 +37,6 @@ _TOLERATED = 1.05
 _EXCHANGED_NBYTES = 64 << 20  # at once, in the memory of each rank
 _CHUNK_NBYTES = 4 << 20  # a multiple of the blocks
 _LARGEST = 4  # share of a rank, in shares of a rank if all had the same
-_ALIGN = 16
 
 
 class WantedPart(NamedTuple):
@@ -189,12 +189,11 @@ class Reader:
     def _read_and_use(self, run: _Run) -> None:
         """Read to where it is wanted if that is in one piece, else to the buffer, and copy."""
         memory = self._wanted[run.name].memory
-        found = list(self._overlaps(run))
-        size = memory.element_size()
-        if len(found) == 1 and found[0].is_flat and found[0].numel * size == run.nbytes:
-            start = found[0].other_offset * size
-            self._read(run, memory.view(torch.uint8)[start : start + run.nbytes])
-            self._count(run.name, found[0].numel)
+        numel = run.nbytes // memory.element_size()
+        in_place = next((part.as_slice(memory, numel) for part in self._parts(run)), None)
+        if in_place is not None:
+            self._read(run, in_place.view(torch.uint8))
+            self._count(run.name, numel)
         else:
             data = self._buffer[: run.nbytes]
             self._read(run, data)
@@ -205,24 +204,21 @@ class Reader:
         if self._work is not None:
             self._work.add(numel * self._wanted[name].memory.element_size())
 
-    def _overlaps(self, run: _Run) -> Iterator[Overlap]:
-        """Yield what is wanted of the elements in ``run``."""
+    def _parts(self, run: _Run) -> list[Part[str]]:
+        """Return what is wanted of the elements in ``run``."""
         wanted = self._wanted[run.name]
         size = wanted.memory.element_size()
         there = run.part.region.part(run.start // size, run.stop // size)
-        return there.overlaps(wanted.region)
+        return parts_of(run.name, wanted.region, 0, there)
 
     def _use(self, run: _Run, data: Tensor) -> None:
         """Copy what is wanted of ``data``, the bytes of ``run``."""
         if run.name not in self._wanted:
             return
         memory = self._wanted[run.name].memory
-        values = data.view(memory.dtype)
-        for one in self._overlaps(run):
-            target = memory.as_strided(one.sizes, one.other_strides, one.other_offset)
-            at = values.storage_offset() + one.offset
-            target.copy_(values.as_strided(one.sizes, one.strides, at))
-            self._count(run.name, one.numel)
+        for part in self._parts(run):
+            torch._foreach_copy_(part.of_local(memory), part.of_block(data.view(memory.dtype)))
+            self._count(run.name, part.numel)
 
     def _batches(self, exchanged: Sequence[str], parts: Sequence[float]) -> Iterator[list[_Run]]:
         """Yield all blocks of the ``exchanged`` tensors, a limited number of bytes at a time."""
@@ -251,11 +247,15 @@ class Reader:
         Returns:
             None on all ranks if one cannot read its share.
         """
-        shares = [_placed(runs) for runs in _shares(batch, parts)]
-        own = torch.zeros(max(nbytes for _, nbytes in shares), dtype=torch.uint8)
+        shares = [
+            (runs, places((run.nbytes for run in runs), start=ALIGN))
+            for runs in _shares(batch, parts)
+        ]
+        # The first byte says whether the rank could read its share.
+        own = torch.zeros(max(ends[-1] for _, ends in shares), dtype=torch.uint8)
         try:
             if failure is None:
-                for run, place in shares[self._rank][0]:
+                for run, place in zip(*shares[self._rank], strict=False):
                     self._read(run, own[place : place + run.nbytes])
                 own[0] = 1
         finally:
@@ -264,19 +264,9 @@ class Reader:
             return None
         return [
             (run, data[place : place + run.nbytes])
-            for (share, _), data in zip(shares, given, strict=True)
-            for run, place in share
+            for share, data in zip(shares, given, strict=True)
+            for run, place in zip(*share, strict=False)
         ]
-
-
-def _placed(runs: Sequence[_Run]) -> tuple[list[tuple[_Run, int]], int]:
-    """Return the runs that one rank reads, their places in the memory that it gives, and its size.
-
-    The first byte of this memory says whether the rank could read them.
-    """
-    ends = itertools.accumulate((_aligned(run.nbytes) for run in runs), initial=_ALIGN)
-    *places, nbytes = ends
-    return list(zip(runs, places, strict=True)), nbytes
 
 
 def _parts_of_ranks(kept: Sequence[int]) -> list[float]:
@@ -304,10 +294,6 @@ def _shares(batch: Sequence[_Run], parts: Sequence[float]) -> list[list[_Run]]:
             passed += stop - start
             start = stop
     return shares
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _series(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -36,6 +36,7 @@ from fullshard.layout.region import Region, boxes, whole
 from fullshard.progress import Operation
 from fullshard.tensors import local_part, taken_by
 from fullshard.tensors.form import clean_name
+from fullshard.tensors.transfer import view_of
 
 _BUFFER_NBYTES = 32 << 20
 
@@ -289,8 +290,7 @@ def _read(stored: Stored, piece: Region, memory: Tensor, reader: StoredReader) -
             offset, start = divmod(offset, size)
             starts.append(start)
         read = reader.read(stored, starts[::-1], one.sizes)
-        at = memory.storage_offset() + one.offset
-        memory.as_strided(one.sizes, one.strides, at).copy_(read)
+        view_of(memory, one).copy_(read)
 
 
 def _put(memory: Tensor, local: Tensor, start: int) -> None:

@@ -51,10 +51,9 @@ from fullshard.checkpoint.weights.names import (
 from fullshard.comm.blocking import all_to_all_bytes
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
-from fullshard.layout.region import Overlap, Region
+from fullshard.layout.region import Region
 from fullshard.progress import Operation
-
-ALIGN = 16
+from fullshard.tensors.transfer import ALIGN, Part, pack, parts_of, places, unpack
 
 
 def described(council: Council, found: Collected, model: nn.Module, options: object) -> Manifest:
@@ -166,77 +165,36 @@ class FilePiece(NamedTuple):
         return (self.stop - self.start) * self.planned.dtype.itemsize
 
 
-class Share(NamedTuple):
-    """The part of a piece that one rank has.
-
-    Attributes:
-        at: number of the piece in its batch.
-        piece: the piece.
-        overlaps: what the piece and the rank's part have in common.
-        nbytes: the size of that.
-    """
-
-    at: int
-    piece: FilePiece
-    overlaps: list[Overlap]
-    nbytes: int
-
-
-def shares_of(manifest: Manifest, batch: Sequence[FilePiece]) -> list[list[Share]]:
-    """Return for each rank the parts that it has of the pieces in ``batch``."""
-    found: list[list[Share]] = [[] for _ in manifest.files]
+def parts_by_rank(manifest: Manifest, batch: Sequence[FilePiece]) -> list[list[Part[str]]]:
+    """Return for each rank the parts that it has of the pieces in ``batch``, by their numbers."""
+    found: list[list[Part[str]]] = [[] for _ in manifest.files]
     for at, piece in enumerate(batch):
-        for part in manifest.parts(piece.source, piece.region):
-            overlaps = list(piece.region.overlaps(part.region))
-            nbytes = sum(one.numel for one in overlaps) * piece.planned.dtype.itemsize
-            if nbytes:
-                found[part.file.rank].append(Share(at, piece, overlaps, nbytes))
+        for one in manifest.parts(piece.source, piece.region):
+            found[one.file.rank] += parts_of(piece.source, one.region, at, piece.region)
     return found
 
 
-def size_of(shares: Sequence[Share]) -> int:
-    """Return the size of a message with these parts, in bytes."""
-    return sum(aligned(share.nbytes) for share in shares)
+def size_of(parts: Sequence[Part[str]], batch: Sequence[FilePiece]) -> int:
+    """Return the size of the message with these parts of ``batch``, in bytes."""
+    return places(part.numel * batch[part.block].planned.dtype.itemsize for part in parts)[-1]
 
 
-def aligned(nbytes: int) -> int:
-    """Return the next multiple of ``ALIGN``."""
-    return -(-nbytes // ALIGN) * ALIGN
-
-
-def pack(shares: Sequence[Share], parts: Mapping[str, Tensor], message: Tensor) -> None:
+def put_parts(
+    parts: Sequence[Part[str]],
+    batch: Sequence[FilePiece],
+    tensors: Mapping[str, Tensor],
+    message: Tensor,
+) -> None:
     """Put parts that this rank has into a message, in the dtypes in which they are wanted.
 
     Args:
-        shares: of this rank.
-        parts: the local tensors of this rank, by the names of a manifest.
+        parts: of this rank.
+        batch: the pieces that they are parts of.
+        tensors: the local tensors of this rank, by the names of a manifest.
         message: flat bytes on any device.
     """
-    offset = 0
-    for share in shares:
-        local = parts[share.piece.source].detach().reshape(-1)
-        first, start = local.storage_offset(), offset
-        for one in share.overlaps:
-            box = local.as_strided(one.sizes, one.other_strides, first + one.other_offset)
-            nbytes = one.numel * share.piece.planned.dtype.itemsize
-            place = message[start : start + nbytes].view(share.piece.planned.dtype)
-            place.view(one.sizes).copy_(box)
-            start += nbytes
-        offset += aligned(share.nbytes)
-
-
-def unpack(shares: Sequence[Share], message: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Put a message's parts into the pieces of the batch, flat tensors."""
-    offset = 0
-    for share in shares:
-        values = message[offset : offset + share.nbytes].view(share.piece.planned.dtype)
-        counts = [one.numel for one in share.overlaps]
-        piece = pieces[share.at]
-        first = piece.storage_offset()
-        for one, source in zip(share.overlaps, values.split(counts), strict=True):
-            target = piece.as_strided(one.sizes, one.strides, first + one.offset)
-            target.copy_(source.view(one.sizes))
-        offset += aligned(share.nbytes)
+    sources = [part.of_local(tensors[part.local].detach().reshape(-1)) for part in parts]
+    pack(sources, message, (batch[part.block].planned.dtype for part in parts))
 
 
 log = logging.getLogger(__name__)
@@ -418,12 +376,12 @@ class _Writer:
         failure: Exception | None = None
         for number in range(max(map(len, rounds))):
             batches = [own[number] if number < len(own) else [] for own in rounds]
-            shares = [shares_of(self._plan.manifest, batch) for batch in batches]
-            given = self._exchange(shares, failure)
+            parts = [parts_by_rank(self._plan.manifest, batch) for batch in batches]
+            given = self._exchange(batches, parts, failure)
             if given is None:
                 break
             try:
-                self._write(batches[self._rank], shares[self._rank], given)
+                self._write(batches[self._rank], parts[self._rank], given)
                 self._plan.work.add(sum(piece.nbytes for batch in batches for piece in batch))
             except Exception as error:
                 failure = error  # the next round says so
@@ -436,20 +394,25 @@ class _Writer:
             raise failure
 
     def _exchange(
-        self, shares: Sequence[Sequence[Sequence[Share]]], failure: Exception | None
+        self,
+        batches: Sequence[Sequence[FilePiece]],
+        parts: Sequence[Sequence[Sequence[Part[str]]]],
+        failure: Exception | None,
     ) -> list[Tensor] | None:
         """Send each rank what its batch needs of this one; return what all sent to this rank.
 
         Args:
-            shares: by the rank that writes, and the rank that sends.
+            batches: by the rank that writes.
+            parts: by the rank that writes, and the rank that sends.
             failure: why this rank cannot go on; if it is None, raised afterwards.
 
         Returns:
             None on all ranks if one cannot go on.
         """
-        own = [of_writer[self._rank] for of_writer in shares]
-        lengths = [_nbytes(one) for one in own]
-        sizes = [_nbytes(one) for one in shares[self._rank]]
+        own = [of_writer[self._rank] for of_writer in parts]
+        # A message begins with the sign that its rank could fill it.
+        lengths = [ALIGN + size_of(*one) for one in zip(own, batches, strict=True)]
+        sizes = [ALIGN + size_of(one, batches[self._rank]) for one in parts[self._rank]]
         sent = self._buffer("sent", sum(lengths))
         given = sent if self._world == 1 else self._buffer("given", sum(sizes))
         messages = sent.split(lengths)
@@ -457,8 +420,8 @@ class _Writer:
             message[0] = 0
         try:
             if failure is None:
-                for one, message in zip(own, messages, strict=True):
-                    pack(one, self._parts, message[ALIGN:])
+                for one, batch, message in zip(own, batches, messages, strict=True):
+                    put_parts(one, batch, self._parts, message[ALIGN:])
                 for message in messages:
                     message[0] = 1
         finally:
@@ -475,18 +438,18 @@ class _Writer:
     def _write(
         self,
         batch: Sequence[FilePiece],
-        shares: Sequence[Sequence[Share]],
+        parts: Sequence[Sequence[Part[str]]],
         given: Sequence[Tensor],
     ) -> None:
         """Put the parts of each piece together and write it."""
-        sizes = [aligned(piece.nbytes) for piece in batch]
-        places = self._buffer("pieces", sum(sizes)).split(sizes)
+        *starts, nbytes = places(piece.nbytes for piece in batch)
+        memory = self._buffer("pieces", nbytes)
         pieces = [
-            place[: piece.nbytes].view(piece.planned.dtype)
-            for place, piece in zip(places, batch, strict=True)
+            memory[start : start + piece.nbytes].view(piece.planned.dtype)
+            for start, piece in zip(starts, batch, strict=True)
         ]
-        for own, data in zip(shares, given, strict=True):
-            unpack(own, data[ALIGN:], pieces)
+        for own, data in zip(parts, given, strict=True):
+            unpack(data[ALIGN:], [part.of_block(pieces[part.block]) for part in own])
         for piece, values in zip(batch, pieces, strict=True):
             self._open(piece.file)
             assert self._file is not None
@@ -534,8 +497,3 @@ def _write_configuration(model: nn.Module, folder: Path, plan: _Plan) -> None:
             inner.generation_config.save_pretrained(folder)
         except ValueError as error:  # it may be inconsistent; weights are worth more
             log.warning("%s has no generation_config.json: %s", folder, error)
-
-
-def _nbytes(shares: Sequence[Share]) -> int:
-    """Return the size of the message with these parts, behind the sign that a rank could."""
-    return ALIGN + size_of(shares)

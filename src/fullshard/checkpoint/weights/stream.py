@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +16,17 @@ from fullshard.checkpoint.saving import Collected, await_save
 from fullshard.checkpoint.weights.save import (
     FilePiece,
     Planned,
-    aligned,
     described,
     grouped,
-    pack,
+    parts_by_rank,
     planned_tensors,
-    shares_of,
+    put_parts,
     size_of,
-    unpack,
 )
 from fullshard.comm.council import Council
 from fullshard.comm.delivery import Delivery
 from fullshard.errors import ConfigError, ProtocolError
+from fullshard.tensors.transfer import aligned, places, unpack
 
 
 class StreamedTensor(NamedTuple):
@@ -140,7 +138,7 @@ class ParamStream:
         self._batches = [
             [FilePiece(0, one, 0, one.stored.region.numel) for one in b] for b in buckets
         ]
-        self._shares = [shares_of(manifest, batch) for batch in self._batches]
+        self._parts = [parts_by_rank(manifest, batch) for batch in self._batches]
         self._room = max((_offsets(bucket)[-1] for bucket in buckets), default=0)
         self.metadata = [
             StreamedTensor(one.stored.name, one.stored.shape, one.dtype, number, offset)
@@ -184,7 +182,8 @@ class ParamStream:
         self._is_running = True
         watched = list(found.params.values())
         version = _autograd.versions(watched)
-        sizes = [[size_of(own) for own in shares] for shares in self._shares]
+        pairs = zip(self._parts, self._batches, strict=True)
+        sizes = [[size_of(own, batch) for own in parts] for parts, batch in pairs]
         delivery = Delivery(sizes, self._receivers, found.device)
         memory: Tensor | None = None
         self._send(delivery, found, 0)
@@ -209,7 +208,8 @@ class ParamStream:
 
     def _send(self, delivery: Delivery, found: Collected, number: int) -> None:
         """Begin to gather a bucket."""
-        pack(self._shares[number][self._rank], found.parts, delivery.begin(number))
+        parts, batch = self._parts[number][self._rank], self._batches[number]
+        put_parts(parts, batch, found.parts, delivery.begin(number))
         delivery.start()
 
     def _received(
@@ -222,8 +222,9 @@ class ParamStream:
         if memory is None:
             memory = torch.empty(self._room, dtype=torch.uint8, device=delivery.device)
         bucket = TensorBucket([piece.planned for piece in self._batches[number]], memory)
-        for shares, message in zip(self._shares[number], messages, strict=True):
-            unpack(shares, message, [bucket.flat(name) for name in bucket])
+        pieces = [bucket.flat(name) for name in bucket]
+        for parts, message in zip(self._parts[number], messages, strict=True):
+            unpack(message, [part.of_block(pieces[part.block]) for part in parts])
         return bucket
 
 
@@ -342,4 +343,4 @@ class BucketTensor(Tensor):
 
 def _offsets(bucket: Sequence[Planned]) -> list[int]:
     """Return where the tensors of a bucket begin, and where the last one ends, in bytes."""
-    return [*accumulate((aligned(one.nbytes) for one in bucket), initial=0)]
+    return places(one.nbytes for one in bucket)

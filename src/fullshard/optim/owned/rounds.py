@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fullshard.optim.inner import Groups, Inner, Steppable
 from fullshard.optim.owned.assign import Cost, OwnedBlock, Ranks, rounds_of
-from fullshard.optim.owned.exchange import BlockPart, Peers, parts_of
 from fullshard.optim.owned.state import OwnedParam
 from fullshard.optim.probe import First, widened
 from fullshard.tensors import local_part
+from fullshard.tensors.transfer import Part, exchange, parts_of
 
 _MAX_PLANS = 16
 
@@ -41,6 +41,38 @@ class Member(NamedTuple):
         return self.owned.own_blocks[self.number]
 
 
+class Peers:
+    """The parts that travel between this rank and each rank of a mesh.
+
+    Parts that an owner holds itself do not travel.
+
+    Attributes:
+        held: for each rank what this one holds of the blocks which that rank owns.
+        owned: for each rank what that one holds of the blocks which this rank owns.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.held: list[list[Part[int]]] = [[] for _ in ranks.numbers]
+        self.owned: list[list[Part[int]]] = [[] for _ in ranks.numbers]
+
+    def to_owners(self, *kinds: tuple[Sequence[Tensor], Mapping[int, Tensor]]) -> None:
+        """Fill the blocks that this rank owns.
+
+        ``kinds``: for each kind of tensor, such as gradients, the contiguous local tensors by
+        parameter, and the contiguous blocks.
+        """
+        sent = [[p.of_local(own[p.local]) for own, _ in kinds for p in ps] for ps in self.held]
+        taken = [[p.of_block(its[p.block]) for _, its in kinds for p in ps] for ps in self.owned]
+        exchange(self._ranks.mesh.get_group(), sent, taken, kinds[0][0][0].device)
+
+    def to_holders(self, locals_now: Sequence[Tensor], blocks: Mapping[int, Tensor]) -> None:
+        """Write the blocks to the local tensors of all ranks; the inverse of ``to_owners``."""
+        sent = [[part.of_block(blocks[part.block]) for part in parts] for parts in self.owned]
+        taken = [[part.of_local(locals_now[part.local]) for part in parts] for parts in self.held]
+        exchange(self._ranks.mesh.get_group(), sent, taken, locals_now[0].device)
+
+
 class Round:
     """Blocks that are brought to their owners, stepped and written back together.
 
@@ -53,7 +85,7 @@ class Round:
         me = ranks.own
         self.params = list({id(one.owned): one.owned for one in members}.values())
         self.own = {at: one for at, one in enumerate(members) if one.owner == me}
-        self._kept: dict[int, list[BlockPart]] = {}  # of own blocks, the parts that lie here
+        self._kept: dict[int, list[Part[int]]] = {}  # of own blocks, the parts that lie here
         self._number_of = {id(owned): number for number, owned in enumerate(self.params)}
         in_copy, over_all = Peers(ranks), Peers(ranks)
         travels = has_copies = False
@@ -64,7 +96,7 @@ class Round:
             for rank in range(len(ranks.numbers)) if owner == me else (me,):
                 region = ranks.region(placed, rank)
                 number = self._number_of[id(one.owned)]
-                found = parts_of(region, placed.shape, number, at, one.block)
+                found = parts_of(number, region, at, one.block.region(placed.shape))
                 if rank == owner:
                     self._kept[at] = found
                     continue
@@ -106,9 +138,9 @@ class Round:
         del block_grads
         for at, parts in self._kept.items():
             for part in parts:
-                local = part.of_local(params[part.param])
-                if local.data_ptr() != blocks[at].data_ptr():  # no view of it
-                    local.copy_(part.of_block(blocks[at]))
+                own = part.of_local(params[part.local])
+                if own[0].data_ptr() != blocks[at].data_ptr():  # no view of it
+                    torch._foreach_copy_(own, part.of_block(blocks[at]))
         if self._targets is not None:
             self._targets.to_holders(params, blocks)
         for local, written in zip(locals_now, params, strict=True):
@@ -121,13 +153,13 @@ class Round:
         for at, parts in self._kept.items():
             one = self.own[at]
             local, block = locals_now[self._number_of[id(one.owned)]], one.block
-            is_all = len(parts) == 1 and parts[0].overlap.numel == block.numel
-            if is_all and parts[0].overlap.is_flat:
-                blocks[at] = parts[0].of_local(local).view(block.shape)
+            in_place = parts[0].as_slice(local, block.numel) if parts else None
+            if in_place is not None:
+                blocks[at] = in_place.view(block.shape)
                 continue
             blocks[at] = local.new_empty(block.shape)
             for part in parts:
-                part.of_block(blocks[at]).copy_(part.of_local(local))
+                torch._foreach_copy_(part.of_block(blocks[at]), part.of_local(local))
         return blocks
 
 
