@@ -97,28 +97,28 @@ def rows_of(block: OwnedBlock, shape: tuple[int, ...]) -> tuple[int, int]:
 def row(model: str, num_ranks: int) -> Row:
     """Return the figures."""
     params = list(MODELS[model]())
-    blocks = [
-        block
-        for number, param in enumerate(params)
-        for block in blocks_of(number, "", param.shape, lambda _, s: "each" if len(s) > 2 else None)
+    of_params = [
+        blocks_of("", param.shape, lambda _, s: "each" if len(s) > 2 else None) for param in params
     ]
+    numbers = [number for number, own in enumerate(of_params) for _ in own]
+    blocks = [block for own in of_params for block in own]
     holders = []
-    for block in blocks:
-        rows = params[block.param].shape[0]
+    for number, block in zip(numbers, blocks, strict=True):
+        rows = params[number].shape[0]
         chunk = -(-rows // num_ranks)
-        start, stop = rows_of(block, params[block.param].shape)
+        start, stop = rows_of(block, params[number].shape)
         first, last = start // chunk, (stop - 1) // chunk
         holders.append((first,) if first == last else ())
     costs = [newton_schulz_flops(block.shape) for block in blocks]
-    matrices = [Matrix(b.param, c, h) for b, c, h in zip(blocks, costs, holders, strict=True)]
+    matrices = [Matrix(n, c, h) for n, c, h in zip(numbers, costs, holders, strict=True)]
     owners = owners_of(matrices, num_ranks)
     load = [0.0] * num_ranks
     kept = [0] * num_ranks  # elements that the owner holds itself
-    for block, owner, cost in zip(blocks, owners, costs, strict=True):
+    for number, block, owner, cost in zip(numbers, blocks, owners, costs, strict=True):
         load[owner] += cost
-        rows, inner = params[block.param].shape[0], params[block.param].numel
+        rows, inner = params[number].shape[0], params[number].numel
         own = chunk_of(rows, num_ranks, owner)
-        start, stop = rows_of(block, params[block.param].shape)
+        start, stop = rows_of(block, params[number].shape)
         both = min(own.stop, stop) - max(own.start, start)
         kept[owner] += max(both, 0) * (inner // rows)
     total = sum(param.numel for param in params)

@@ -85,15 +85,15 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_blocks_are_rows() -> None:
-    assert blocks_of(3, "w", (4, 5), None) == [OwnedBlock(3, (4, 5))]
-    assert blocks_of(3, "w", (), None) == [OwnedBlock(3, ())]
-    parts = blocks_of(0, "qkv", (6, 2), lambda *_: (3, 1, 2))
+    assert blocks_of("w", (4, 5), None) == [OwnedBlock((4, 5))]
+    assert blocks_of("w", (), None) == [OwnedBlock(())]
+    parts = blocks_of("qkv", (6, 2), lambda *_: (3, 1, 2))
     assert [(block.shape, block.start) for block in parts] == [
         ((3, 2), 0),
         ((1, 2), 6),
         ((2, 2), 8),
     ]
-    each = blocks_of(0, "experts", (3, 4, 2), lambda *_: "each")
+    each = blocks_of("experts", (3, 4, 2), lambda *_: "each")
     assert [(block.shape, block.start) for block in each] == [((4, 2), 8 * n) for n in range(3)]
     assert each[1].region((3, 4, 2)).numel == 8
 
@@ -101,7 +101,7 @@ def test_blocks_are_rows() -> None:
 @pytest.mark.parametrize("wrong", [(3, 2), (6, 0), "all", 0, True, (2.0, 4.0)], ids=str)
 def test_rows_must_add_up(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"qkv of shape \(6, 2\)"):
-        blocks_of(0, "qkv", (6, 2), lambda *_: wrong)
+        blocks_of("qkv", (6, 2), lambda *_: wrong)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=5), st.integers(1, 20))
@@ -113,7 +113,7 @@ def test_pieces_begin_at_blocks_and_stay_near(lengths: list[int], block_size: in
         for rank, (start, length) in enumerate(zip(starts, lengths, strict=True))
     ]
     numel = sum(lengths)
-    found = pieces_of(7, (numel,), holdings[::-1], block_size)
+    found = pieces_of((numel,), holdings[::-1], block_size)
     if not numel:
         assert found is None
         return
@@ -134,9 +134,9 @@ def test_pieces_begin_at_blocks_and_stay_near(lengths: list[int], block_size: in
 
 
 def test_pieces_need_ranks_in_order() -> None:
-    assert pieces_of(0, (8,), [(0, Interval(4, 4)), (1, Interval(0, 4))], 4) is None
-    assert pieces_of(0, (8,), [(0, Interval(0, 4))], 4) is None
-    assert pieces_of(0, (4, 2), [(3, Interval(0, 8))], 4) == ([OwnedBlock(0, (4, 2))], [3])
+    assert pieces_of((8,), [(0, Interval(4, 4)), (1, Interval(0, 4))], 4) is None
+    assert pieces_of((8,), [(0, Interval(0, 4))], 4) is None
+    assert pieces_of((4, 2), [(3, Interval(0, 8))], 4) == ([OwnedBlock((4, 2))], [3])
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**6), st.integers(1, 10**5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = ["counted", "in_bytes", "in_notebook", "listed", "named_ranks"]
 
@@ -13,10 +13,11 @@ def named_ranks(ranks: Sequence[int], *, most: int = 8) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + listed(ranks, most)
 
 
-def listed(names: Sequence[object], most: int) -> str:
+def listed(names: Iterable[object], most: int = 8, between: str = ", ") -> str:
     """Return words such as "weight, bias and 5 more", with the first ``most`` names."""
+    names = [*map(str, names)]
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
+    return between.join(names[:most]) + more
 
 
 def counted(number: int, noun: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from operator import mul
 from typing import Any, NamedTuple, cast
@@ -95,6 +96,16 @@ def region_of(
         mesh_shape: the size of each of these mesh dims.
         coordinate: the rank's coordinate on each of these mesh dims.
     """
+    return _region_of(tuple(shape), tuple(placements), tuple(mesh_shape), tuple(coordinate))
+
+
+@lru_cache(maxsize=1 << 16)  # layers are alike
+def _region_of(
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> Region:
     order = _order_of_cuts(placements, mesh_shape)
     dims = list(whole(shape).dims)
     for mesh_dim in range(len(placements)) if order is None else order:

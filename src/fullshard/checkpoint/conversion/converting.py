@@ -77,7 +77,7 @@ def convert(
         CheckpointError: ``source`` is damaged, or ``target`` cannot be written.
         UnsupportedError: ``source`` holds something that the other format cannot.
     """
-    source, target = folder_of(source, "convert"), folder_of(target, "convert")
+    source, target = folder_of(source), folder_of(target)
     if to not in _WRITERS:
         raise ConfigError(f"to={to!r}: expected one of {', '.join(_WRITERS)}")
     refuse_name(target)

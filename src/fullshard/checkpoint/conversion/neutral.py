@@ -129,11 +129,8 @@ def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> Wh
     places = (extra, *(extra[key] for key in _BESIDE if isinstance(extra.get(key), Mapping)))
     steps = [int(one[key]) for one in places for key in _STEPS if _is_number(one.get(key))]
     found.step = steps[0] if steps else 0
-    if isinstance(extra.get(EXTRA), str):  # as we write it
-        extra = decode(json.loads(extra[EXTRA]))
-        found.extra = extra
-    else:
-        found.extra = extra or None
+    text = extra.get(EXTRA)  # as we write it
+    found.extra = decode(json.loads(text)) if isinstance(text, str) else extra or None
     return found
 
 

@@ -22,6 +22,7 @@ from fullshard.checkpoint.format.datafile import (
     DataFile,
     DataWriter,
     ObjectFile,
+    Parts,
     bytes_of,
     digests_of_blocks,
     dtype_of,

@@ -31,6 +31,9 @@ from fullshard.errors import CheckpointError, ProtocolError, UnsupportedError
 
 Divided = TypeVar("Divided")
 
+Parts = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+"""Dtypes and shapes of parts of tensors, by name."""
+
 BLOCK_NBYTES = 1 << 15
 """Size of the blocks; a multiple of every element's size."""
 
@@ -159,7 +162,7 @@ class DataWriter:
         OSError, CheckpointError: here and in all methods, if the file cannot be written.
     """
 
-    def __init__(self, path: Place, parts: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+    def __init__(self, path: Place, parts: Parts) -> None:
         tensors: list[tuple[str, torch.dtype, Sequence[int]]] = []
         self._places: dict[str, tuple[int, int]] = {}
         offset = blocks = 0

@@ -25,6 +25,7 @@ from fullshard.checkpoint.format.placement import (
     problem_of,
 )
 from fullshard.checkpoint.format.values import decode, encode
+from fullshard.comm.text import listed
 from fullshard.errors import CheckpointError
 from fullshard.layout.region import Region
 
@@ -223,8 +224,8 @@ class Manifest:
             if problem:
                 problems.append(f"{name}: {problem}")
         if problems:
-            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise CheckpointError(f"the ranks' tensors do not fit: {'; '.join(problems[:8])}{more}")
+            found = listed(problems, between="; ")
+            raise CheckpointError(f"the ranks' tensors do not fit: {found}")
 
     def to_json(self) -> bytes:
         """Return the manifest as a file, which ends with the digest of all that is before."""

@@ -97,7 +97,7 @@ class TensorEntry(NamedTuple):
     def region(self, rank: int) -> Region:
         """Return the elements that ``rank`` holds."""
         coordinate = _coordinates(self.grid)[rank]
-        region = _region(self.shape, self._placements(), self.grid.shape, coordinate)
+        region = region_of(self.shape, self._placements(), self.grid.shape, coordinate)
         if region.stop > math.prod(region.grid):
             raise CheckpointError(f"rank {rank} cannot hold what its intervals say")
         return region
@@ -210,16 +210,6 @@ class TensorEntry(NamedTuple):
 
     def _placements(self) -> tuple[Placement, ...]:
         return self.placements or (Replicate(),) * len(self.grid.shape)
-
-
-@cache
-def _region(
-    shape: tuple[int, ...],
-    placements: tuple[Placement, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-) -> Region:
-    return region_of(shape, placements, mesh_shape, coordinate)
 
 
 def problem_of(held: Sequence[tuple[TensorEntry, set[int]]]) -> str:

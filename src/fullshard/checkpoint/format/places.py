@@ -292,15 +292,15 @@ def new_file(path: Place, nbytes: int, start: bytes = b"") -> NewFile:
     return file
 
 
-def folder_of(path: AnyPlace, what: str) -> Path:
-    """Return the folder or file that a caller gave to ``what``, which accepts no URL.
+def folder_of(path: AnyPlace) -> Path:
+    """Return the folder or file that a caller gave to ``convert``, which accepts no URL.
 
     Raises:
         ConfigError: it is a URL.
     """
     place = place_of(path)
     if isinstance(place, ObjectUrl):
-        raise ConfigError(f"{what} reads and writes folders, not URLs of object stores: {place}")
+        raise ConfigError(f"convert reads and writes folders, not URLs of object stores: {place}")
     return place
 
 

@@ -37,9 +37,9 @@ from fullshard.checkpoint.state import (
     Tree,
     load_into,
     part_here,
-    some,
 )
 from fullshard.comm.council import Council
+from fullshard.comm.text import listed
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.progress import Operation
 from fullshard.tensors import is_on_one_rank
@@ -239,9 +239,9 @@ class Target:
         saved = [name for kind, _, name in kinds if kind == "model"]
         unexpected = [name for name in (*saved, *states) if name not in names]
         if self._strict and missing:
-            self._problems.append(f"the checkpoint lacks {some(missing)}")
+            self._problems.append(f"the checkpoint lacks {listed(missing)}")
         if self._strict and unexpected:
-            self._problems.append(f"the model lacks {some(unexpected)}")
+            self._problems.append(f"the model lacks {listed(unexpected)}")
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         stored = [c.values["optimizer"] for c in self._manifest.contents if "optimizer" in c.values]

@@ -23,8 +23,8 @@ from fullshard.checkpoint.state import (
     sharded,
     sharded_optim_state_dict,
     singles_of,
-    some,
 )
+from fullshard.comm.text import listed
 from fullshard.engine import Unit
 from fullshard.errors import CheckpointError, UnsupportedError
 
@@ -186,7 +186,7 @@ class Collected:
             else:
                 left._put(name, entry, local, is_replica=name in self.replicas)
         if lost:
-            raise CheckpointError(f"no remaining rank has all of {some(lost)}")
+            raise CheckpointError(f"no remaining rank has all of {listed(lost)}")
         return left
 
 

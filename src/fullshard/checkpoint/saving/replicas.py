@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from fullshard.checkpoint.format import bytes_of, digest_of, digests_of_blocks, memory_of
-from fullshard.checkpoint.state import some
 from fullshard.comm.council import Council
+from fullshard.comm.text import listed
 from fullshard.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ def refuse_apart(council: Council, keys: Sequence[str]) -> None:
     if problems:
         raise ConfigError(
             f"ranks hold plain tensors of one name with different values: "
-            f"{some(problems.values())}. If they are different tensors, as in stages of a "
+            f"{listed(problems.values())}. If they are different tensors, as in stages of a "
             "pipeline, prefix their names by stage; if they are copies of one, broadcast it from "
             "one rank"
         )

@@ -29,9 +29,10 @@ from fullshard.checkpoint.saving.collect import Collected, collected
 from fullshard.checkpoint.saving.pending import PendingSave, await_save
 from fullshard.checkpoint.saving.replicas import refuse_apart, shared_digests
 from fullshard.checkpoint.saving.write import CopyMemory, Pace, Writing
-from fullshard.checkpoint.state import Tree, some
+from fullshard.checkpoint.state import Tree
 from fullshard.checkpoint.stores import Machines, SaveTarget, target_at
 from fullshard.comm.council import Council
+from fullshard.comm.text import listed
 from fullshard.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -251,13 +252,6 @@ class _Saving:
             if self._target.machines.is_first:
                 self._target.undo(name)
 
-        try:
-            self._write_all(name, pace, undo)
-        except BaseException:
-            undo()
-            raise
-
-    def _write_all(self, name: str, pace: Pace, undo: Callable[[], None]) -> None:
         council, target = self._council, self._target
 
         def describe(said: list[dict[str, Any]]) -> str | None:
@@ -270,14 +264,18 @@ class _Saving:
             target.appear(name, manifest)
             return None
 
-        told = council.agree(lambda: self._write(name, pace), describe, undo)
-        if told is None:
-            return
-        manifest = told.encode()
-        target.copy(council, name, Manifest.from_json(manifest).files)
-        first = target.machines.is_first
-        council.agree(lambda: target.seal(name, manifest) if first else None, undo=undo)
-        council.agree(lambda: target.appear(name, manifest) if first else None, undo=undo)
+        try:
+            told = council.agree(lambda: self._write(name, pace), describe, undo)
+            if told is None:
+                return
+            manifest = told.encode()
+            target.copy(council, name, Manifest.from_json(manifest).files)
+            first = target.machines.is_first
+            council.agree(lambda: target.seal(name, manifest) if first else None, undo=undo)
+            council.agree(lambda: target.appear(name, manifest) if first else None, undo=undo)
+        except BaseException:
+            undo()
+            raise
 
     def _write(self, save: str, pace: Pace) -> dict[str, Any]:
         name = self._target.file_name(save, self._council.rank)
@@ -327,8 +325,8 @@ def _check_singles(council: Council, keys: Sequence[str]) -> None:
                 problems.append(f"{key} of {name} is {other} on rank {first}, {value} on {rank}")
     if problems:
         raise ConfigError(
-            f"ranks have stepped apart: {some(problems, '; ')}. Step the optimizers of all ranks "
-            "alike, or load state into all of them"
+            f"ranks have stepped apart: {listed(problems, between='; ')}. Step the optimizers of "
+            "all ranks alike, or load state into all of them"
         )
 
 

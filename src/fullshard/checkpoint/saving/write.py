@@ -16,6 +16,7 @@ from fullshard._torch import autograd as _autograd
 from fullshard.checkpoint.format import (
     CHUNK_NBYTES,
     DataWriter,
+    Parts,
     digest_of,
     digests_of_blocks,
     flat_bytes,
@@ -24,9 +25,6 @@ from fullshard.checkpoint.format import (
 from fullshard.device import HostReader, host_tensor
 from fullshard.errors import ProtocolError
 from fullshard.progress import Operation
-
-Kinds = Mapping[str, tuple[torch.dtype, Sequence[int]]]
-"""Dtypes and shapes of parts, by name."""
 
 _STATE = "the state of the optimizer"
 
@@ -158,7 +156,7 @@ class Writing:
         self._end_is_awaited = True
         self._is_awaited.set()
 
-    def run(self, opened: Callable[[Kinds], DataWriter], pace: Pace) -> tuple[int, str]:
+    def run(self, opened: Callable[[Parts], DataWriter], pace: Pace) -> tuple[int, str]:
         """Write the file; return its size and its digest in the manifest.
 
         Args:
@@ -169,28 +167,23 @@ class Writing:
             OSError, CheckpointError: it cannot be written.
             ProtocolError: a part was written to before it was copied.
         """
+        copies: deque[_Chunk] = deque()
         try:
             kinds = {n: (p.dtype, p.shape) for n, p in self._parts.items() if n in self._written}
             with opened(kinds) as file:
-                self._put_all(file, pace)
+                self._put_all(file, pace, copies)
                 for name, blocks in self._digests.items():
                     is_written = name in self._written
                     own = file.digest(name) if is_written else digest_of("".join(blocks).encode())
                     self.digests[name] = own
                 return file.finish()
         finally:
+            for copy in copies:  # a save that failed leaves some
+                self._memory.give_back(copy.data)
             self._parts, self._watched = {}, {}
             self.release()
 
-    def _put_all(self, file: DataWriter, pace: Pace) -> None:
-        copies: deque[_Chunk] = deque()
-        try:
-            self._put_chunks(file, pace, copies)
-        finally:  # a save that failed leaves some
-            for copy in copies:
-                self._memory.give_back(copy.data)
-
-    def _put_chunks(self, file: DataWriter, pace: Pace, copies: deque[_Chunk]) -> None:
+    def _put_all(self, file: DataWriter, pace: Pace, copies: deque[_Chunk]) -> None:
         def put(chunk: _Chunk) -> None:
             file.put(*chunk)
             self._work.add(chunk.data.nbytes)

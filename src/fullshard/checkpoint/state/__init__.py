@@ -21,4 +21,4 @@ from fullshard.checkpoint.state.optimizer import (
     sharded_optim_state,
     sharded_optim_state_dict,
 )
-from fullshard.checkpoint.state.rows import Announced, Key, Row, Tree, part_here, sharded, some
+from fullshard.checkpoint.state.rows import Announced, Key, Row, Tree, part_here, sharded

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard._torch import dtensor as _dtensor
-from fullshard.checkpoint.state.rows import some
 from fullshard.comm import broadcast_object_from_first, gather_over
+from fullshard.comm.text import listed
 from fullshard.errors import ConfigError
 from fullshard.optim.probe import held_by
 
@@ -56,7 +56,7 @@ def refused_by_all(what: str, mesh: DeviceMesh | None, *, sends: bool) -> Iterat
         )
     failed = [(rank, text) for rank, _, text in found if text]
     if failure is None and failed:
-        failure = _RefusedElsewhere(f"rank {failed[0][0]}: {failed[0][1]}")
+        failure = Mismatch(f"rank {failed[0][0]}: {failed[0][1]}")
     if failure is not None and len(failed) < len(found) and not sends:
         failure.add_note(
             f"The state fits on {len(found) - len(failed)} of {len(found)} ranks. If only the "
@@ -66,7 +66,7 @@ def refused_by_all(what: str, mesh: DeviceMesh | None, *, sends: bool) -> Iterat
         raise failure
 
 
-class _RefusedElsewhere(ConfigError, RuntimeError):
+class Mismatch(ConfigError, RuntimeError):
     """A ``RuntimeError`` as well, because PyTorch raises one for state that does not fit."""
 
 
@@ -157,17 +157,13 @@ def check_alike(
         if told is not None and failure is None:
             told()
         said = str(failure) if failure else "" if first_failed else _difference(own, first)
-        raise _Disagreement(
+        raise Mismatch(
             f"{what}: ranks have different optimizer state; against the first rank: "
             f"{_joined(gather_over((dist.get_rank(), said), mesh))}. Give the optimizers of all "
             "ranks the same parameters and step all of them alike, or load state into all of them"
         ) from failure
     if failure is not None:
         raise failure
-
-
-class _Disagreement(ConfigError, RuntimeError):
-    """Ranks have different state; a ``RuntimeError`` as well, because PyTorch raises one here."""
 
 
 def _difference(own: Sequence[Item], first: Sequence[Item]) -> str:
@@ -180,9 +176,9 @@ def _difference(own: Sequence[Item], first: Sequence[Item]) -> str:
         for (name, key), form in mine.items()
         if its.get((name, key), form) != form
     ]
-    found = [f"lacks {some(lacks)}"] if lacks else []
-    found += [f"has {some(more)} besides"] if more else []
-    found += [f"has {some(others)}"] if others else []
+    found = [f"lacks {listed(lacks)}"] if lacks else []
+    found += [f"has {listed(more)} besides"] if more else []
+    found += [f"has {listed(others)}"] if others else []
     if not found and list(own) != list(first):
         found = ["has the same in another order"]
     return " and ".join(found)
@@ -194,5 +190,5 @@ def _joined(said: Iterable[tuple[int, str]]) -> str:
     for rank, text in said:
         if text:
             ranks.setdefault(text, []).append(rank)
-    texts = (f"rank {some(map(str, sorted(those)))} {text}" for text, those in ranks.items())
-    return some(sorted(texts), "; ")
+    texts = (f"rank {listed(map(str, sorted(those)))} {text}" for text, those in ranks.items())
+    return listed(sorted(texts), between="; ")

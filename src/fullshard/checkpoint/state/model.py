@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.state.agreement import refused_by_all
-from fullshard.checkpoint.state.rows import Key, Row, Source, Tree, full, sharded, some
-from fullshard.errors import ConfigError
+from fullshard.checkpoint.state.agreement import Mismatch, refused_by_all
+from fullshard.checkpoint.state.rows import Key, Row, Source, Tree, full, sharded
+from fullshard.comm.text import listed
 from fullshard.frontend.sharded import taken_as_it_is
 from fullshard.tensors import local_part, taken_by
 from fullshard.tensors.form import clean_name
@@ -174,9 +174,9 @@ def _check(what: str, rows: Sequence[Row], source: Source, *, strict: bool) -> N
     missing = [row.name for row in rows if id(row.value) not in given]
     unexpected = [str(key) for key in source.announced if key not in names]
     if strict and missing:
-        problems.append(f"missing: {some(missing)}")
+        problems.append(f"missing: {listed(missing)}")
     if strict and unexpected:
-        problems.append(f"unexpected: {some(unexpected)}")
+        problems.append(f"unexpected: {listed(unexpected)}")
     for row in rows:
         if row.name in source.announced and isinstance(row.value, Tensor):
             shape = source.announced[row.name].shape
@@ -184,8 +184,4 @@ def _check(what: str, rows: Sequence[Row], source: Source, *, strict: bool) -> N
                 got = "no tensor" if shape is None else tuple(shape)
                 problems.append(f"{row.name}: got {got}, expected {tuple(row.value.shape)}")
     if problems:
-        raise _Mismatch(f"{what}: the state dict does not fit the model; " + "; ".join(problems))
-
-
-class _Mismatch(ConfigError, RuntimeError):
-    """A ``RuntimeError`` as well, because PyTorch raises one here."""
+        raise Mismatch(f"{what}: the state dict does not fit the model; " + "; ".join(problems))

@@ -197,7 +197,7 @@ class Stepped:
 def _parts_of(tree: Tree, params: Sequence[Tensor], label: str) -> list[list[_Part]]:
     """Return the parts of each of ``params``."""
     found = {id(shown): [_Part(name, shown)] for name, shown in tree.named()}
-    for held in tree.all_held():
+    for held in tree.held.values():
         shown, front = tree.shown(held), held.bucket.front
         for part in found.get(id(shown), ()):
             if front is not None:

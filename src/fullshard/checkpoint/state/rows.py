@@ -116,6 +116,11 @@ class Tree:
         ProtocolError: during a forward or a backward; if parameters are on meta, unless
             ``without_values`` is set; or if parameters are lent, unless ``may_be_lent`` is set.
             With ``may_be_lent``, rows hold the lent parameters, which no unit owns.
+
+    Attributes:
+        module: the model.
+        units: its units.
+        held: the parameters that units own, by their ``id``.
     """
 
     def __init__(
@@ -130,7 +135,7 @@ class Tree:
         self.units: list[Unit] = units_at_rest(
             module, what, without_values=without_values, may_be_lent=may_be_lent
         )
-        self._held = {id(held.param): held for held in held_params(self.units).values()}
+        self.held = {id(held.param): held for held in held_params(self.units).values()}
         self._shown: dict[Held, Tensor] = {}
 
     def rows(self) -> Iterator[Row]:
@@ -143,7 +148,7 @@ class Tree:
                 f"{sorted(own)[:8]}; rename a module"
             )
         for name, value in own.items():
-            held = self._held.get(id(value))
+            held = self.held.get(id(value))
             shown = value if held is None else self.shown(held)
             yield Row(clean_name(name), shown, held, own_name=name)
 
@@ -158,10 +163,6 @@ class Tree:
         for name, param, held in named_sharded(self.module, self.units):
             yield name, param if held is None else self.shown(held)
 
-    def all_held(self) -> Iterable[Held]:
-        """Return all parameters that units own."""
-        return self._held.values()
-
     @property
     def is_first(self) -> bool:
         """Return whether this rank is the first of all ranks that hold the model."""
@@ -170,7 +171,7 @@ class Tree:
     @property
     def mesh(self) -> DeviceMesh | None:
         """The largest mesh of any sharded parameter; None if there is no such parameter."""
-        shown: list[Any] = [self.shown(held) for held in self._held.values()]
+        shown: list[Any] = [self.shown(held) for held in self.held.values()]
         meshes = [param.device_mesh for param in shown]
         return max({id(mesh): mesh for mesh in meshes}.values(), key=_extent, default=None)
 
@@ -261,9 +262,3 @@ def part_here(value: Tensor) -> tuple[Tensor, Region]:
     mesh = value.device_mesh
     region = region_of(value.shape, value.placements, mesh.shape, coordinate_in(mesh))
     return _dtensor.local_of(value), region
-
-
-def some(names: Iterable[str], between: str = ", ") -> str:
-    """Return the first eight names, for messages, and how many more there are."""
-    names = list(names)
-    return between.join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

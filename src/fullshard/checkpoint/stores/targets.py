@@ -11,17 +11,16 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
 
 from fullshard.checkpoint.format import (
     MANIFEST,
     DataWriter,
     FileInfo,
     ObjectUrl,
+    Parts,
     Place,
     make_folder,
     publish,
@@ -38,8 +37,6 @@ from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
-
-Parts = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class FolderTarget:

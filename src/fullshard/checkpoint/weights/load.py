@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.format import AnyPlace, ObjectUrl, datafile, place_of
 from fullshard.checkpoint.saving import await_save
-from fullshard.checkpoint.state import Row, Tree, part_here, some
+from fullshard.checkpoint.state import Row, Tree, part_here
 from fullshard.checkpoint.weights.names import (
     Chosen,
     InFile,
@@ -28,6 +28,7 @@ from fullshard.checkpoint.weights.names import (
     reset_adapters,
 )
 from fullshard.comm.council import Council
+from fullshard.comm.text import listed
 from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.ownership import owner_of
@@ -127,12 +128,12 @@ def load_weights(
         unexpected = [name for name in said[0][1] if name in nowhere]
         problems = []
         if strict and missing:
-            problems.append(f"the files lack {some(missing)}")
+            problems.append(f"the files lack {listed(missing)}")
         if strict and unexpected:
-            problems.append(f"the model lacks {some(unexpected)}")
+            problems.append(f"the model lacks {listed(unexpected)}")
         if unlike:
             problems.append(
-                f"{some(unlike)} differ in the files, but the model ties them: build the model "
+                f"{listed(unlike)} differ in the files, but the model ties them: build the model "
                 "with tie_word_embeddings=False"
             )
         if problems:
@@ -170,7 +171,7 @@ class _Target:
         shapes = {row.name: tuple(row.value.shape) for row in rows}
         nowhere = [name for name in convert if name not in shapes]
         if nowhere:
-            raise ConfigError(f"convert names {some(nowhere)}, which the model lacks")
+            raise ConfigError(f"convert names {listed(nowhere)}, which the model lacks")
         shapes |= {name: tuple(one.shape) for name, one in convert.items()}
         self.chosen: Chosen = choose(model, list(names.values()), shapes, files)
         # Memory on another device makes new Parameters of those that no unit owns.
@@ -200,7 +201,7 @@ class _Target:
             if one.initialise is None
         ]
         if problems:
-            raise ConfigError("they do not fit; " + some(problems, "; "))
+            raise ConfigError("they do not fit; " + listed(problems, between="; "))
 
     def fill(self, folder: Path | ObjectUrl, seed: int) -> None:
         """Give the model memory, initialise what the files lack, and read."""

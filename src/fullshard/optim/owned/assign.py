@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -37,13 +37,11 @@ class OwnedBlock(NamedTuple):
     """A tensor that one rank steps: all, some rows, or a piece of a parameter.
 
     Attributes:
-        param: number of the parameter.
         shape: shape of the tensor.
         start: the parameter's elements before it, in row-major order.
         block_size: of a piece, the elements of a multiple of which it begins; else 0.
     """
 
-    param: int
     shape: Shape
     start: int = 0
     block_size: int = 0
@@ -71,7 +69,7 @@ def newton_schulz_flops(shape: Shape) -> float:
     return 10.0 * numel + _NS_STEPS * (4.0 * short * short * long + 2.0 * short**3)
 
 
-def blocks_of(param: int, name: str, shape: Shape, rule: Rule | None) -> list[OwnedBlock]:
+def blocks_of(name: str, shape: Shape, rule: Rule | None) -> list[OwnedBlock]:
     """Return the blocks of a parameter, in the order of its elements.
 
     If the rule returns None, the parameter is one matrix. With "each", each index of the first dim
@@ -83,14 +81,14 @@ def blocks_of(param: int, name: str, shape: Shape, rule: Rule | None) -> list[Ow
     """
     wanted = _wanted(name, shape, rule)
     if wanted is None or _is_count(wanted):
-        return [OwnedBlock(param, shape)]
+        return [OwnedBlock(shape)]
     if shape and (wanted == "each" or _are_rows(wanted, shape[0])):
         each = wanted == "each"
         counts = [1] * shape[0] if each else [*map(int, wanted)]  # type: ignore[arg-type]
         inner, found, row = shape[1:], [], 0
         for count in counts:
             own = inner if each else (count, *inner)
-            found.append(OwnedBlock(param, own, row * math.prod(inner)))
+            found.append(OwnedBlock(own, row * math.prod(inner)))
             row += count
         return found
     raise ConfigError(
@@ -122,7 +120,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(
-    param: int, shape: Shape, holdings: Sequence[tuple[int, Interval]], block_size: int
+    shape: Shape, holdings: Sequence[tuple[int, Interval]], block_size: int
 ) -> Pieces | None:
     """Return the pieces of a parameter; owners are the ranks that hold (most of) them.
 
@@ -130,8 +128,7 @@ def pieces_of(
     cut is a full matrix, stepped by the rank that holds (most of) it.
 
     Args:
-        param: number of the parameter.
-        shape: its shape.
+        shape: shape of the parameter.
         holdings: ranks that together hold one copy of it, each with the elements that it holds.
         block_size: a number of elements.
 
@@ -147,8 +144,8 @@ def pieces_of(
     lengths = [min(stop, numel) - start for start, stop in itertools.pairwise(cuts)]
     found = [one for one in zip(cuts, lengths, ranks, strict=False) if one[1] > 0]
     if len(found) == 1:
-        return Pieces([OwnedBlock(param, shape)], [found[0][2]])
-    blocks = [OwnedBlock(param, (length,), start, block_size) for start, length, _ in found]
+        return Pieces([OwnedBlock(shape)], [found[0][2]])
+    blocks = [OwnedBlock((length,), start, block_size) for start, length, _ in found]
     return Pieces(blocks, [rank for _, _, rank in found])
 
 
@@ -285,9 +282,6 @@ def placement_of(param: Tensor, label: str) -> tuple[ParamPlacement, DeviceMesh]
     return ParamPlacement(tuple(full), tuple(piece.place.placements)), piece.place.mesh
 
 
-_region_of = lru_cache(1 << 16)(region_of)  # layers are alike
-
-
 class Ranks:
     """The ranks of a mesh in ascending order, and the parts of parameters that each holds.
 
@@ -328,7 +322,7 @@ class Ranks:
         """Return what the rank with this index holds of a parameter."""
         pairs = zip(param.placements, self._coordinates[index], strict=True)
         at = tuple(0 if isinstance(kind, Replicate) else own for kind, own in pairs)
-        return _region_of(param.shape, param.placements, self._shape, at)
+        return region_of(param.shape, param.placements, self._shape, at)
 
     def shares_copy(self, param: ParamPlacement, one: int, other: int) -> bool:
         """Return whether two ranks, by index, hold parts of the same copy of a parameter."""
@@ -388,7 +382,7 @@ def pieces_on(
     for number, (name, placed) in enumerate(params):
         block_size = block_size_of(name, placed.shape, rule)
         copies = ranks.holdings(placed) if block_size and not ranks.is_alone else []
-        cut = (pieces_of(number, placed.shape, copy, block_size) for copy in copies)
+        cut = (pieces_of(placed.shape, copy, block_size) for copy in copies)
         choices = [one for one in cut if one is not None]
         if choices:
             own = min(choices, key=lambda one: sum(map(load.__getitem__, one.owners)))

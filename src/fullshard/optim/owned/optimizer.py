@@ -213,7 +213,7 @@ class OwnedOptimizer(Outer):
             is_cut = block_size > 0 and torch.Size(placed.shape).numel() > block_size
             if is_cut:
                 self._units(param, placed.shape, block_size, probe)
-            for block in blocks_of(0, name, placed.shape, self._blocks):
+            for block in blocks_of(name, placed.shape, self._blocks):
                 labels.setdefault((block.shape, param.dtype), label.partition(": ")[2])
         probe.check_shapes(labels)
 
@@ -238,8 +238,7 @@ class OwnedOptimizer(Outer):
         self, ranks: Ranks, params: Sequence[tuple[int, str, Tensor, ParamPlacement]]
     ) -> None:
         blocks: list[list[OwnedBlock]] = [
-            blocks_of(number, name, placed.shape, self._blocks)
-            for number, (_, name, _, placed) in enumerate(params)
+            blocks_of(name, placed.shape, self._blocks) for _, name, _, placed in params
         ]
         pieces = pieces_on(ranks, ((name, own) for _, name, _, own in params), self._blocks)
         matrices = [
