@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fullshard import checkpoint
+from fullshard.checkpoint.format.datafile import DataFile
 from fullshard.checkpoint.loading.read import Reader
 from tests.kit.checkpoint_files import WAYS, built, everything, same, saves
 from tests.ranks.pool import RankPool
@@ -19,13 +21,20 @@ def loads(way: str, paths: list[Path]) -> list[float]:
     """Load each of ``paths`` into a model; return the bytes read for each byte kept."""
     ratios = []
     with pytest.MonkeyPatch.context() as patch:
-        read = Reader.read
+        read, read_file = Reader.read, DataFile.read
+        sizes: list[int] = []
+
+        def weighed(file: DataFile, name: str, start: int, into: Tensor) -> None:
+            read_file(file, name, start, into)
+            sizes.append(into.nbytes)
 
         def counted(reader: Reader, *args: Any) -> None:
+            sizes.clear()
             read(reader, *args)
             kept = sum(wanted.memory.nbytes for wanted in reader._wanted.values())
-            ratios.append(reader.nbytes_read / kept)
+            ratios.append(sum(sizes) / kept)
 
+        patch.setattr(DataFile, "read", weighed)
         patch.setattr(Reader, "read", counted)
         for path in paths:
             model, optimizer = built(way, 2)

@@ -27,14 +27,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.loading import load_from
 from fullshard.checkpoint.saving import CopyMemory, How, PendingSave, await_save, begin
-from fullshard.checkpoint.stores import (
-    Machines,
-    exists_at,
-    lent,
-    remove_at,
-    remove_unfinished_in,
-    target_at,
-)
+from fullshard.checkpoint.stores import Machines, lent, store_of, target_at
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError
 
@@ -88,7 +81,8 @@ class Checkpointer:
                 f"Checkpointer({str(self.root)!r}, copies={copies}): copies are for folders in the "
                 "memory of machines; leave copies out, as an object store keeps its own"
             )
-        self._how = How(mode, budget_nbytes, CopyMemory(budget_nbytes, is_kept=True), frozen)
+        memory = CopyMemory(0 if mode == "sync" else budget_nbytes, is_kept=True)
+        self._how = How(mode, budget_nbytes, memory, frozen)
         self._how.check()
         self._every = every
         self._keep = keep
@@ -119,8 +113,7 @@ class Checkpointer:
         path = self.path(step)
         council = Council(f"save to {path}", "save", "a checkpoint")
         _check_alike(council, [self])
-        machines = self._machines(council)
-        folders = _Folders(council, machines, self.root)
+        folders = self._folders(council)
         if not self._is_clean:
             folders.remove_unfinished()
         self._is_clean = False  # a save that fails may leave files in an object store
@@ -132,7 +125,7 @@ class Checkpointer:
         is_own = is_intact and path in self._saved
         self._is_intact.pop(path, None)
         replaces = None if is_own else step
-        target = target_at(path, council, machines, copies=self._copies, replaces=replaces)
+        target = target_at(path, council, folders.machines, copies=self._copies, replaces=replaces)
         after = partial(self._remove_old, folders, path)
         return begin(
             council, target, model, optimizer, extra, step=step, how=self._how, after=after
@@ -153,7 +146,7 @@ class Checkpointer:
         """
         council = Council(f"look at {self.root}", "list", "checkpoints")
         _check_alike(council, [self])
-        return _Folders(council, self._machines(council), self.root).steps()
+        return self._folders(council).steps()
 
     def load(
         self, model: nn.Module, optimizer: Optimizer | None = None, *, strict: bool = True
@@ -171,10 +164,11 @@ class Checkpointer:
         """
         return load_newest([self], model, optimizer, strict=strict)
 
-    def _machines(self, council: Council) -> Machines:
-        if self._copies is None or not isinstance(self.root, Path):
-            return Machines.sharing(council)
-        return Machines.seen(council, self.root)
+    def _folders(self, council: Council) -> _Folders:
+        machines = Machines.sharing(council)
+        if self._copies is not None and isinstance(self.root, Path):
+            machines = Machines.seen(council, self.root)
+        return _Folders(council, machines, self.root)
 
     def _remove_old(self, folders: _Folders, newest: Place) -> None:
         self._saved.add(newest)
@@ -220,9 +214,11 @@ def load_newest(
     found: list[tuple[Numbered, Place, Machines, bool]] = []
     for one in checkpointers:
         one._saved.clear()  # what is saved again from now on is no mistake
-        machines = one._machines(council)
-        there = _Folders(council, machines, one.root).numbered()
-        found += [(its, one.root / its.name, machines, one._copies is None) for its in there]
+        folders = one._folders(council)
+        found += [
+            (its, one.root / its.name, folders.machines, one._copies is None)
+            for its in folders.numbered()
+        ]
     failure: CheckpointError | None = None
     for its, path, machines, is_shared in sorted(found, reverse=True):
         council = Council(f"load {path}", "load", "a checkpoint")
@@ -283,26 +279,27 @@ class _Folders:
 
     def __init__(self, council: Council, machines: Machines, root: Place) -> None:
         self._council = council
-        self._machines = machines
+        self.machines = machines
         self._root = root
+        self._store = store_of(root)
 
     def _by_each(self, act: Callable[[], Any]) -> list[Any]:
         """Return what the first ranks of machines got by ``act``, which is in JSON's types."""
-        is_first = self._machines.is_first
+        is_first = self.machines.is_first
         said = self._council.agree(lambda: [act()] if is_first else [], list)
         return [one for its in said for one in its]
 
     def remove_unfinished(self) -> None:
         """Remove what jobs that were killed left."""
-        self._by_each(lambda: remove_unfinished_in(self._root))
+        self._by_each(lambda: self._store.remove_unfinished(self._root))
 
     def has(self, path: Place) -> bool:
         """Return whether any machine has something at ``path``."""
-        return any(self._by_each(lambda: exists_at(path)))
+        return any(self._by_each(lambda: self._store.exists(path)))
 
     def remove(self, path: Place) -> None:
         """Remove a checkpoint."""
-        self._by_each(lambda: remove_at(path))
+        self._by_each(lambda: self._store.remove(path))
 
     def numbered(self) -> list[Numbered]:
         """Return the checkpoints that machines have, complete or not, the newest last."""
@@ -333,7 +330,7 @@ class _Folders:
                     return ["", [one.damaged if one.digest == digest else [] for one in looked]]
             return [next((one.problem for one in looked if one.problem), "it is incomplete"), []]
 
-        first, every = self._machines.share
+        first, every = self.machines.share
         look_here = partial(look, path, first=first, every=every)
         problem, damaged = self._council.agree(look_here, decide)
 

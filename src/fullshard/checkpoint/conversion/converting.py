@@ -136,14 +136,12 @@ def _of_ours(path: Path) -> WholeCheckpoint:
 
         leaf = Leaf(dtype_of(entry.dtype), entry.shape, None, read)
         (found.model if kind == "model" else found.optimizer)[rest] = leaf
+    found.ties = manifest.values("ties")
+    found.states = {name: decode(state) for name, state in manifest.values("states").items()}
     for contents in manifest.contents:
-        values = contents.values
-        found.ties |= values["ties"]
-        found.states |= {name: decode(state) for name, state in values["states"].items()}
-        if "optimizer" in values:
-            single = values["optimizer"]["state"]
-            found.single |= {name: decode(state) for name, state in single.items()}
-            found.groups = (found.groups or []) + decode(values["optimizer"]["param_groups"])
+        if (stored := contents.values.get("optimizer")) is not None:
+            found.single |= {name: decode(state) for name, state in stored["state"].items()}
+            found.groups = (found.groups or []) + decode(stored["param_groups"])
     return found
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from fullshard.checkpoint.format import datafile
+from fullshard.checkpoint.format import committing, datafile
 from fullshard.checkpoint.format.committing import (
     flush_folder,
     make_folder,
     publish,
     refuse_name,
-    remove,
-    remove_unfinished,
     seal,
     supersede,
     unfinished_at,

@@ -72,6 +72,11 @@ def refuse_name(path: Place) -> None:
         )
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is something at ``path``."""
+    return path.exists()
+
+
 def seal(unfinished: Path, manifest: bytes) -> None:
     """Write the manifest next to the flushed data files; ``publish`` then gives the name."""
     write_flushed(unfinished / MANIFEST, manifest)
@@ -146,7 +151,12 @@ def _put_aside(path: Path, *, removes: bool) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, or log why not; what an interruption leaves counts as unfinished."""
+    """Remove a checkpoint if it is there, or log why not.
+
+    What an interruption leaves counts as unfinished.
+    """
+    if not os.path.lexists(path):
+        return
     try:
         # A name of its own: NFS may keep files of an earlier one that somebody still reads.
         aside = _put_aside(path, removes=True)

@@ -362,7 +362,6 @@ class DataFile:
 
     def __init__(self, file: Bytes, info: FileInfo) -> None:
         self._file = file
-        self.nbytes_read = 0
         self._digests: str = ""
         self._stored: dict[str, _Stored] = {}
         try:
@@ -402,7 +401,6 @@ class DataFile:
         stored, data = self._stored[name], memory_of(into)
         block = stored.first_block + start // BLOCK_NBYTES
         self._file.read(stored.offset + start, data)
-        self.nbytes_read += len(data)
         for own in _blocks(data):
             expected = self._digests[block * _DIGEST : (block + 1) * _DIGEST]
             if xxhash.xxh3_64_hexdigest(own) != expected:

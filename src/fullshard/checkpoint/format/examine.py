@@ -24,14 +24,8 @@ from typing import Any, NamedTuple, overload
 from torch.distributed.tensor import Placement
 
 from fullshard.checkpoint.format.datafile import Bytes, DataFile, LocalFile, ObjectFile
-from fullshard.checkpoint.format.manifest import MANIFEST, FileInfo, Manifest, digest_in
-from fullshard.checkpoint.format.places import (
-    AnyPlace,
-    ObjectUrl,
-    Place,
-    is_out_of_reach,
-    place_of,
-)
+from fullshard.checkpoint.format.manifest import MANIFEST, FileInfo, Manifest
+from fullshard.checkpoint.format.places import AnyPlace, ObjectUrl, Place, is_out_of_reach, place_of
 from fullshard.errors import CheckpointError
 from fullshard.progress import Operation
 
@@ -95,14 +89,14 @@ def read_manifest(path: Place) -> Manifest:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    data = manifest_bytes(path)
+    data = _manifest_bytes(path)
     try:
         return Manifest.from_json(data)
     except CheckpointError as error:
         raise CheckpointError(f"{path / MANIFEST}: {error}") from error
 
 
-def manifest_bytes(path: Place) -> bytes:
+def _manifest_bytes(path: Place) -> bytes:
     """Return the manifest of the checkpoint at ``path``, which may be damaged.
 
     Raises:
@@ -277,7 +271,6 @@ def look(path: Place, *, first: int, every: int) -> Looked:
     """
     try:
         manifest = read_manifest(path)
-        digest = digest_in(manifest_bytes(path))
     except (CheckpointError, OSError) as error:
         return Looked("", 0, [], [], str(error))
     intact, damaged, problem = [], [], ""
@@ -288,7 +281,7 @@ def look(path: Place, *, first: int, every: int) -> Looked:
             intact.append(info.rank)
         elif isinstance(path, Path) and os.path.exists(path / info.name):
             damaged.append(info.name)
-    return Looked(digest, len(manifest.files), intact, damaged, problem)
+    return Looked(manifest.digest, len(manifest.files), intact, damaged, problem)
 
 
 def _wrong(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -138,6 +138,7 @@ class Manifest:
         contents: the contents of all ranks, each once.
         files: one for each rank, in their order.
         extra: what the caller added.
+        digest: of all that is before it in the file that was read; empty if none was.
     """
 
     step: int
@@ -146,6 +147,7 @@ class Manifest:
     contents: Sequence[Contents]
     files: Sequence[FileInfo]
     extra: Any
+    digest: str = field(default="", compare=False)
 
     @cached_property
     def _held(self) -> dict[str, list[tuple[TensorEntry, set[int]]]]:
@@ -173,6 +175,10 @@ class Manifest:
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
+
+    def values(self, kind: str) -> dict[str, Any]:
+        """Return values of one kind, "ties" or "states", of all ranks."""
+        return {name: one for own in self.contents for name, one in own.values[kind].items()}
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -261,7 +267,8 @@ class Manifest:
                 f"{FORMAT!r} of version 1 or {VERSION}"
             )
         text, mark, end = decoded.rpartition(',"digest":"')
-        if not mark or end != f'{digest_of((text + "}").encode())}"}}\n':
+        digest = digest_of((text + "}").encode())
+        if not mark or end != f'{digest}"}}\n':
             raise CheckpointError("it was changed or cut off after it was written")
         try:
             files = stored["files"]
@@ -272,6 +279,7 @@ class Manifest:
                 contents=[Contents.from_json(one, len(files)) for one in stored["contents"]],
                 files=[_file(rank, file, stored) for rank, file in enumerate(files)],
                 extra=decode(stored["extra"]),
+                digest=digest,
             )
             if not math.isfinite(manifest.time) or not isinstance(manifest.versions, dict):
                 raise CheckpointError("its time or its versions do not follow its format")

@@ -42,7 +42,7 @@ from fullshard.comm.council import Council
 from fullshard.comm.text import listed
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.progress import Operation
-from fullshard.tensors import is_on_one_rank
+from fullshard.tensors import is_on_one_rank, local_part
 
 
 def load(
@@ -214,9 +214,7 @@ class Target:
         load_into(self._model, self._model_state, "load", strict=False, agrees=False)
 
     def _add_model(self) -> None:
-        values = [contents.values for contents in self._manifest.contents]
-        ties = {name: first for one in values for name, first in one["ties"].items()}
-        states = {name: state for one in values for name, state in one["states"].items()}
+        ties, states = self._manifest.values("ties"), self._manifest.values("states")
         rows = list(self._tree.rows())
         given: dict[int, str] = {}  # of tied parameters one name is enough
         for row in rows:
@@ -230,7 +228,8 @@ class Target:
                 self._model_state[row.name] = self._want(name, row.value, row.value)
             elif self._strict and name in self._manifest and name != given[id(row.value)]:
                 self._problems.append(f"{name} is tied to {given[id(row.value)]} here, not there")
-        left_out = {name for one in values for name in one.get("left_out", ())}
+        contents = self._manifest.contents
+        left_out = {name for one in contents for name in one.values.get("left_out", ())}
         missing = [
             row.name for row in rows if id(row.value) not in given and row.name not in left_out
         ]
@@ -311,6 +310,6 @@ def _announced(entry: TensorEntry) -> Announced:
 
 
 def _overlaps_itself(value: Tensor) -> bool:
-    local = _dtensor.local_of(value) if isinstance(value, DTensor) else value
+    local = local_part(value)
     pairs = zip(local.shape, local.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in pairs)

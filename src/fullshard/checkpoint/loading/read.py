@@ -71,9 +71,6 @@ class Reader:
         wanted: what this rank needs, by the names of tensors.
         rank, world: of those who read together.
         work: counts the bytes of ``wanted`` that are filled.
-
-    Attributes:
-        nbytes_read: bytes of tensors read from files so far.
     """
 
     def __init__(
@@ -102,11 +99,6 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
-
-    @property
-    def nbytes_read(self) -> int:
-        """Bytes of tensors read from files so far."""
-        return sum(file.nbytes_read for file in self._files.values())
 
     def to_exchange(self) -> list[str]:
         """Return the tensors that this rank had better not read alone."""

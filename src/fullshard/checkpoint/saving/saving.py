@@ -99,7 +99,7 @@ def save(
     """
     await_save()
     path = place_of(path)
-    how = How(mode, budget_nbytes, CopyMemory(budget_nbytes))
+    how = How(mode, budget_nbytes, CopyMemory(0 if mode == "sync" else budget_nbytes))
     council = Council(f"save to {path}", "save", "a checkpoint")
     return begin(council, target_at(path, council), model, optimizer, extra, step=step, how=how)
 
@@ -236,14 +236,13 @@ class _Saving:
     def _writing(self, optimizer: Optimizer | None, how: How) -> Writing:
         """Return the writing of this rank's parts."""
         parts, params, replicas = self.found.parts, self.found.params, self.found.replicas
-        if how.mode == "sync":
-            waits = {*parts, *replicas}
-            return Writing(parts, params, replicas=replicas, waits=waits, memory=CopyMemory(0))
-        waits = {name for name in (*parts, *replicas) if name.startswith("optimizer/")}
-        waits |= {f"model/{name}" for name in self.found.stepped}
-        state = [] if optimizer is None else _tensors(optimizer.state.values())
-        memory = how.memory
-        return Writing(parts, params, state, replicas=replicas, waits=waits, memory=memory)
+        waits = {*parts, *replicas}
+        state: list[Tensor] = []
+        if how.mode == "async":
+            waits = {name for name in waits if name.startswith("optimizer/")}
+            waits |= {f"model/{name}" for name in self.found.stepped}
+            state = [] if optimizer is None else _tensors(optimizer.state.values())
+        return Writing(parts, params, state, replicas=replicas, waits=waits, memory=how.memory)
 
     def write_all(self, name: str, pace: Pace) -> None:
         """Write the files of the save ``name``, copy them, and let the checkpoint appear."""

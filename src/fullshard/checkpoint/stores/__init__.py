@@ -3,10 +3,4 @@
 from __future__ import annotations
 
 from fullshard.checkpoint.stores.machines import Machines, lent
-from fullshard.checkpoint.stores.targets import (
-    SaveTarget,
-    exists_at,
-    remove_at,
-    remove_unfinished_in,
-    target_at,
-)
+from fullshard.checkpoint.stores.targets import SaveTarget, store_of, target_at

@@ -8,12 +8,12 @@ manifest, and then lets the checkpoint appear.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from fullshard.checkpoint.format import (
     MANIFEST,
@@ -22,11 +22,10 @@ from fullshard.checkpoint.format import (
     ObjectUrl,
     Parts,
     Place,
+    committing,
     make_folder,
     publish,
     refuse_name,
-    remove,
-    remove_unfinished,
     seal,
     supersede,
     unfinished_at,
@@ -227,22 +226,9 @@ def target_at(
     return FolderTarget(path, machines or Machines.sharing(council), copies, replaces)
 
 
-def exists_at(path: Place) -> bool:
-    """Return whether there is something at ``path``; in an object store, a checkpoint."""
-    return objects.exists(path) if isinstance(path, ObjectUrl) else path.exists()
+def store_of(root: Place) -> ModuleType:
+    """Return the functions for checkpoints at places like ``root``.
 
-
-def remove_at(path: Place) -> None:
-    """Remove a checkpoint if it is there, or log why not."""
-    if isinstance(path, ObjectUrl):
-        objects.remove(path)
-    elif os.path.lexists(path):
-        remove(path)
-
-
-def remove_unfinished_in(root: Place) -> None:
-    """Remove what saves that were killed left in ``root``; no job may be saving there."""
-    if isinstance(root, ObjectUrl):
-        objects.remove_unfinished(root)
-    else:
-        remove_unfinished(root)
+    ``exists(path)``, ``remove(path)`` and ``remove_unfinished(root)`` are for folders or for URLs.
+    """
+    return objects if isinstance(root, ObjectUrl) else committing

@@ -36,14 +36,7 @@ from fullshard.optim.owned.assign import (
 )
 from fullshard.optim.owned.rounds import Family, Round, step_round
 from fullshard.optim.owned.state import OwnedParam
-from fullshard.optim.probe import (
-    Probe,
-    Shape,
-    Traits,
-    Units,
-    keep_unchanged,
-    units_of,
-)
+from fullshard.optim.probe import Probe, Shape, Traits, Units, keep_unchanged, units_of
 from fullshard.tensors import local_part
 
 log = logging.getLogger("fullshard")
