@@ -56,12 +56,11 @@ from fullshard.progress import Operation
 from fullshard.tensors.transfer import ALIGN, Part, pack, parts_of, places, unpack
 
 
-def described(council: Council, found: Collected, model: nn.Module, options: object) -> Manifest:
-    """Return what all ranks have of ``model``; one decision of ``council``.
+def described(council: Council, model: nn.Module, options: object) -> tuple[Collected, Manifest]:
+    """Return what this rank has of ``model``, and what all ranks have; one decision.
 
     Args:
         council: of all ranks.
-        found: empty; gets what this rank has.
         model: sharded or not.
         options: in JSON's types; equal on all ranks.
 
@@ -69,6 +68,7 @@ def described(council: Council, found: Collected, model: nn.Module, options: obj
         ConfigError: ranks differ in ``options``.
         UnsupportedError: the model has extra state, which goes nowhere.
     """
+    found = Collected(council.rank, council.world)
 
     def collect() -> list[object]:
         found.add_model(model)
@@ -85,7 +85,7 @@ def described(council: Council, found: Collected, model: nn.Module, options: obj
             raise ConfigError("ranks differ in their options: give all the same")
         return merged(council, [str(key) for key, _ in said]).to_json().decode()
 
-    return Manifest.from_json(council.agree(collect, describe).encode())
+    return found, Manifest.from_json(council.agree(collect, describe).encode())
 
 
 class Planned(NamedTuple):
@@ -236,8 +236,7 @@ def save_weights(
     await_save()
     folder = place_of(folder)
     council = Council(f"save weights to {folder}", "save", "weights")
-    found = Collected(council.rank, council.world)
-    manifest = described(council, found, model, [str(dtype), max_file_nbytes])
+    found, manifest = described(council, model, [str(dtype), max_file_nbytes])
     plans: list[_Plan] = []
 
     def plan() -> str:

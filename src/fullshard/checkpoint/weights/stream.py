@@ -91,10 +91,9 @@ def stream_params(
     """
     await_save()
     council = Council("stream parameters", "stream", "weights")
-    found = Collected(council.rank, council.world)
     chosen = None if names is None else sorted(names)
     receivers = [*range(council.world)] if ranks is None else sorted(set(ranks))
-    manifest = described(council, found, model, [str(dtype), bucket_nbytes, chosen, receivers])
+    _, manifest = described(council, model, [str(dtype), bucket_nbytes, chosen, receivers])
     plans: list[list[list[Planned]]] = []
 
     def plan() -> None:
