@@ -2,7 +2,7 @@
 
 Read ``bucket`` first (its note names every tensor), then ``unshard`` and ``reduce`` (the two paths
 through a bucket), ``unit``, ``autograd`` (which tracks where backward is) and ``executor``.
-``full`` and ``loan`` are separate: they give users full parameters to read and to write.
+``full`` is separate: it gives users full parameters to read and to write.
 """
 
 from __future__ import annotations

@@ -50,13 +50,13 @@ from fullshard._torch import memory as _memory
 from fullshard.comm import Label
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
-from fullshard.engine.extended import HookedUnsharded, check_extendable
+from fullshard.engine.extended import check_extendable
 from fullshard.engine.flat_param import FlatParameter
 from fullshard.engine.policy import ReducePolicy, WireCheck
 from fullshard.engine.reduce import Gradients, Waiting
 from fullshard.engine.shard import SeparateShards, Shards, carry_put_on, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec, num_flags
-from fullshard.engine.unshard import BorrowedUnsharded, FlatUnsharded, Unsharded
+from fullshard.engine.unshard import Unsharded
 from fullshard.errors import ConfigError, ProtocolError
 from fullshard.tensors import Shown, gathered_by_itself, local_part
 
@@ -157,7 +157,8 @@ class Bucket:
     def materialize(self, lanes: Lanes, meter: StorageMeter) -> Unsharded:
         """Return the unsharded side, without memory if it is made here."""
         if not self.is_materialized:
-            self.unsharded = self._make_unsharded(lanes, meter)
+            hooked = isinstance(self.shards, SeparateShards) or self._any_hooks()
+            self.unsharded = Unsharded(self.spec, self.shards, lanes, meter, hooked=hooked)
             params = self.unsharded.params
             dtypes = self.grad_dtypes(params[0].dtype)
             self.gradients = Gradients(self, params, dtypes, lanes, meter)
@@ -181,15 +182,6 @@ class Bucket:
         inside = [local_part(param) for param in params if isinstance(param, DTensor)]
         storages = [local_part(param).untyped_storage() for param in params]
         return _memory.num_holders(params + inside) + _memory.num_owners(storages)
-
-    def _make_unsharded(self, lanes: Lanes, meter: StorageMeter) -> Unsharded:
-        if isinstance(self.shards, SeparateShards) or self._any_hooks():
-            return HookedUnsharded(self.spec, self.shards, lanes, meter)
-        is_full = self.spec.layout.world == 1 and self.spec.layout.zero_copy
-        is_cast = self.spec.unsharded_dtype(self.shard.dtype) != self.shard.dtype
-        if is_full and not is_cast and self.spec.offload is None:
-            return BorrowedUnsharded(self.spec, self.shard, lanes)
-        return FlatUnsharded(self.spec, self.shard, lanes, meter)
 
     def check(self) -> None:
         """Refuse changes of the sharded parameters that cannot work.

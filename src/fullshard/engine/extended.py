@@ -13,7 +13,6 @@ from fullshard.comm import Collectives, Done, Pending
 from fullshard.device import Buffer, BufferKind, Lane, Lanes, StorageMeter
 from fullshard.engine.shard import Shards
 from fullshard.engine.spec import BucketSpec
-from fullshard.engine.unshard import Unsharded, Versions
 from fullshard.errors import ExtensionError, UnsupportedError
 from fullshard.tensors import (
     carry_attributes,
@@ -25,87 +24,51 @@ from fullshard.tensors import (
 )
 
 
-class HookedUnsharded(Unsharded):
-    """Parameters of which some have all-gather hooks, in memory of their own.
+class HookedGather:
+    """A gather of parameters of which some have all-gather hooks, in memory of their own.
 
     All tensors that a bucket sends travel as bytes in one call, each gathered in place into
-    separate memory. The constructor does the first gather, because the hooks make the parameters.
-    So all ranks must construct at the same point.
+    separate memory. The first gather makes the parameters, because the hooks do.
     """
 
     def __init__(self, spec: BucketSpec, shards: Shards, lanes: Lanes, meter: StorageMeter) -> None:
         check_extendable(spec)
-        super().__init__(lanes)
+        self._spec = spec
         self._shards = shards
         self._comm = lanes.wire(Lane.GATHER, spec.comm)
         self._parts = [_Part(spec, i, meter) for i in range(len(spec.layout.params))]
-        self._has_gathered = True  # the first ``start`` finds the constructor's gather
-        try:
-            self._gather_first(spec)
-        except BaseException:
-            self._lanes.join(Lane.COMPUTE, Lane.GATHER)  # GATHER may still write to memory
-            self.free()
-            raise
-        self.params = [part.param for part in self._parts]
-        self._versions = Versions(self.params)
+        self._outputs: list[Tensor] | None = None  # the gathered tensors, as bytes
+        self._sources: list[Tensor] = []  # this rank's places in them
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The unsharded parameters, once they were gathered."""
+        return [part.param for part in self._parts]
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """All memory that the gather writes."""
+        return [buffer for part in self._parts for buffer in (*part.buffers, *part.others)]
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _gather_first(self, spec: BucketSpec) -> None:
-        """Gather for the first time."""
-        self._ask()
-        _check_alike(spec, self._parts)
-        # The gathered tensors as bytes, and this rank's places in them.
-        world, rank = spec.comm.world, spec.comm.rank
-        self._outputs = [output for part in self._parts for output in part.outputs()]
-        self._sources = [output.view(world, -1)[rank] for output in self._outputs]
-        with self._lanes.on(Lane.GATHER):
-            self._in_flight = self._gather()
-        self.finish()
-
-    def start(self) -> None:
-        """See ``Unsharded``."""
-        if self._has_gathered:
-            self._has_gathered = False
-        else:
-            super().start()
-
-    def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
-        """See ``Unsharded``."""
-        self._has_gathered = False
-        super().free(keep_memory=keep_memory)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _ask(self) -> None:
+    def start(self) -> Pending:
+        """Call the hooks, allocate memory, and start to gather the tensors of all ranks."""
         for part in self._parts:
             part.ask(self._shards)
-
-    def _gather(self) -> Pending:
-        outputs, sources = self._outputs, self._sources
-        return self._comm.all_gather(outputs, sources) if outputs else Done()
-
-    def _send(self) -> Pending:
-        self._ask()
-        return self._gather()
+        if self._outputs is None:
+            _check_alike(self._spec, self._parts)
+            world, rank = self._spec.comm.world, self._spec.comm.rank
+            self._outputs = [output for part in self._parts for output in part.outputs()]
+            self._sources = [output.view(world, -1)[rank] for output in self._outputs]
+        return self._comm.all_gather(self._outputs, self._sources) if self._outputs else Done()
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _receive(self) -> None:
+    def finish(self) -> None:
+        """Make or refill the unsharded parameters by the hooks."""
         for part in self._parts:
             part.receive(self._shards)
-
-    def _free(self, *, to_secondary: bool, keep_memory: bool) -> None:
-        if not keep_memory:
-            for buffer in self._buffers():
-                buffer.free()
-
-    def _leave(self) -> None:
-        for buffer in self._buffers():
-            buffer.leave()
-
-    def _buffers(self) -> list[Buffer]:
-        return [buffer for part in self._parts for buffer in (*part.buffers, *part.others)]
 
 
 class _Kind(NamedTuple):

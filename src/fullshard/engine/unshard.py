@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from fullshard._torch import autograd as _autograd
 from fullshard._torch import device as _device
 from fullshard._torch import memory as _memory
-from fullshard.comm import Collectives, Done, Pending
+from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, BufferKind, Lane, LaneEvent, Lanes, StorageMeter
+from fullshard.engine.extended import HookedGather
 from fullshard.engine.shard import Shards
 from fullshard.engine.spec import BucketSpec, Offload, Outbound
 from fullshard.layout import GatherPlan, Layout, StridedCopy, even_from, plan_gather, round_up
@@ -57,34 +58,64 @@ class Unsharded:
     """The unsharded parameters of a bucket, whose memory comes and goes.
 
     ``start`` and ``finish`` gather; ``free`` frees the memory. The scheduler makes sure that the
-    three are called in turn. Subclasses know the way from the shards to ``params``:
+    three are called in turn. There are three ways from the shards to ``params``:
 
-        BorrowedUnsharded   the shard itself: one rank has all of it, in the right dtype.
-        FlatUnsharded       one buffer for all parameters.
-        HookedUnsharded     memory of their own for parameters with all-gather hooks.
+        nothing        one rank has all of the shard, in the right dtype: the parameters borrow it.
+        _FlatGather    fills one buffer for all parameters.
+        HookedGather   fills memory of their own for parameters with all-gather hooks.
+
+    With a secondary shard, all but this shard can be freed, and the next ``start`` gathers from it.
 
     ``is_lost``: True once ``free`` was called in the middle of a gather, which happens only after a
     fault. The backend may still write to the memory, so the object cannot be used any more.
     """
 
-    params: list[nn.Parameter]
-    borrows = False
-    """True if the parameters share the memory of the shard."""
     is_lost = False
+    _gather: _FlatGather | HookedGather | None = None
+    _secondary: _Secondary | None = None
+    _buffer: Buffer | None = None
+    """The memory of all parameters, if it is one buffer that comes and goes."""
     _flat: Tensor | None = None
-    """The 1-D memory of all parameters, which another object allocates and frees."""
+    """The 1-D memory of all parameters; None if hooks make each in memory of its own."""
     _plain: Sequence[nn.Parameter] = ()
     """The parameters in ``_flat`` that are no DTensors."""
     _memory: Sequence[Tensor] = ()
     """The part of ``_flat`` of each of ``_plain``."""
+    _is_filled = False
+    """True if the next ``start`` finds the gather of the constructor."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(
+        self, spec: BucketSpec, shards: Shards, lanes: Lanes, meter: StorageMeter, *, hooked: bool
+    ) -> None:
+        """Make the parameters, without memory unless ``hooked``.
+
+        All-gather hooks make the parameters from the tensors of all ranks. So the constructor
+        gathers, and all ranks must construct at the same point.
+        """
         self._lanes = lanes
         self._in_flight: Pending | None = None
         self._versions = Versions()
+        with torch.inference_mode(False), torch.no_grad():
+            if hooked:
+                self._gather = gather = HookedGather(spec, shards, lanes, meter)
+                self._gather_first()
+                self.params = gather.params
+                self._versions = Versions(self.params)
+            elif _can_borrow(spec, shards.flat):
+                self.params = self._over(spec, shards.flat)
+            else:
+                self._buffer = buffer = _unsharded_buffer(spec, shards.flat, meter)
+                self.params = self._over(spec, buffer.tensor)
+                self._gather = _FlatGather(spec, shards.flat, buffer, lanes, meter)
+                if spec.secondary is not None:
+                    comm = lanes.wire(Lane.GATHER, spec.secondary)
+                    self._secondary = _Secondary(comm, buffer, meter)
+                buffer.free()
+                self._versions = Versions(self.params)
+                self._versions.freed()
 
-    def _show(self, spec: BucketSpec, flat: Tensor) -> None:
-        """Make the parameters over ``flat``.
+    def _over(self, spec: BucketSpec, flat: Tensor) -> list[nn.Parameter]:
+        """Return parameters over ``flat``.
 
         Each parameter is made from ``.data`` of a view, so that it has its own version counter and
         no base. So to autograd, the engine's writes to the memory modify nothing.
@@ -95,24 +126,48 @@ class Unsharded:
             flat.narrow(0, offset, param.numel).view(param.shape).data
             for param, offset in zip(layout.params, layout.unsharded_offsets, strict=True)
         ]
-        self.params = [spec.unsharded_param(i, view) for i, view in enumerate(views)]
-        pairs = list(zip(self.params, views, strict=True))
+        params = [spec.unsharded_param(i, view) for i, view in enumerate(views)]
+        pairs = list(zip(params, views, strict=True))
         self._plain = [param for param, _ in pairs if not isinstance(param, DTensor)]
         self._memory = [view for param, view in pairs if not isinstance(param, DTensor)]
+        return params
+
+    def _gather_first(self) -> None:
+        """Gather for the first time; free the memory if a hook raises."""
+        try:
+            self.start()
+            self.finish()
+        except BaseException:
+            self.free()
+            raise
+        self._is_filled = True
+
+    @property
+    def borrows(self) -> bool:
+        """True if the parameters share the memory of the shard."""
+        return self._gather is None
+
+    def _source(self) -> _FlatGather | HookedGather | _Secondary | None:
+        """Return the gather that fills the memory next."""
+        return self._secondary if self._secondary and self._secondary.kept else self._gather
 
     def start(self) -> None:
         """Start the all-gather; if memory is still allocated, write the new values to it."""
-        with self._lanes.on(Lane.GATHER):
-            self._in_flight = self._send()
+        source, self._is_filled = None if self._is_filled else self._source(), False
+        if source is not None:
+            with self._lanes.on(Lane.GATHER):
+                self._in_flight = source.start()
+        self.reclaim()
 
     def finish(self) -> None:
         """Make the unsharded parameters usable on the compute lane."""
-        if self._in_flight is None:
+        source = self._source()
+        if self._in_flight is None or source is None:
             return
         with self._lanes.on(Lane.GATHER):
             self._lanes.wait(self._in_flight)
             self._in_flight = None
-            self._receive()
+            source.finish()
         self._versions.gathered()
         self._lanes.join(Lane.COMPUTE, Lane.GATHER)
 
@@ -122,13 +177,25 @@ class Unsharded:
         With ``keep_memory`` nothing is freed, and the next gather writes to the same place. In the
         middle of a gather, nothing is freed, and ``is_lost`` is set.
         """
+        self._is_filled = False
+        if self._gather is None:
+            return
+        secondary = self._secondary
         if self._in_flight is not None:  # of a step that a fault ended: it will never end
             self._in_flight, self.is_lost = None, True
-            self._leave()
+            for buffer in (*self._gather.buffers, *([secondary.slice] if secondary else ())):
+                buffer.leave()
             return
         self._lanes.join(Lane.GATHER, Lane.COMPUTE)
         with self._lanes.on(Lane.GATHER):
-            self._free(to_secondary=to_secondary, keep_memory=keep_memory)
+            if secondary is not None:
+                if to_secondary:
+                    secondary.keep()
+                else:
+                    secondary.slice.free()
+            if not keep_memory:
+                for buffer in self._gather.buffers:
+                    buffer.free()
         if not keep_memory:
             self._versions.freed()
 
@@ -141,6 +208,8 @@ class Unsharded:
 
         While no memory is allocated, do nothing: nobody reads them, and ``start`` calls this again.
         """
+        if self._buffer is not None and not self._buffer.allocated:
+            return []
         if list(map(_ADDRESS, self._plain)) == list(map(_ADDRESS, self._memory)):
             return []
         replaced = []
@@ -155,106 +224,26 @@ class Unsharded:
 
         ``shards`` have the device and dtype of the old ones.
         """
-        return False
-
-    def _send(self) -> Pending:
-        """Start to gather."""
-        return Done()
-
-    def _receive(self) -> None:
-        """Make the parameters from the gathered memory."""
-
-    def _free(self, *, to_secondary: bool, keep_memory: bool) -> None:
-        """Free the memory."""
-
-    def _leave(self) -> None:
-        """Forget the memory; see ``Buffer.leave``."""
-
-
-class BorrowedUnsharded(Unsharded):
-    """Parameters over the memory of the shard; nothing is gathered or freed."""
-
-    borrows = True
-
-    def __init__(self, spec: BucketSpec, shard: Tensor, lanes: Lanes) -> None:
-        super().__init__(lanes)
-        with torch.inference_mode(False), torch.no_grad():
-            self._show(spec, shard)
-
-    def start(self) -> None:
-        """See ``Unsharded``."""
-        self.reclaim()
-
-    def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
-        """See ``Unsharded``."""
-
-
-class FlatUnsharded(Unsharded):
-    """Parameters in one buffer, which is gathered in place or by way of staging buffers.
-
-    With a secondary shard, all but this shard can be freed, and the next ``start`` gathers from it.
-    """
-
-    def __init__(self, spec: BucketSpec, shard: Tensor, lanes: Lanes, meter: StorageMeter) -> None:
-        super().__init__(lanes)
-        self._shard = shard
-        dtype = spec.unsharded_dtype(shard.dtype)
-        device = shard.device if spec.offload is None or shard.is_meta else spec.device
-        numel = spec.layout.unsharded_numel
-        if spec.secondary is not None:
-            numel = round_up(numel, spec.secondary.world)
-        with torch.inference_mode(False), torch.no_grad():
-            kind, label = BufferKind.UNSHARDED, spec.label
-            self._buffer = Buffer(numel, dtype, device, kind=kind, meter=meter, label=label)
-            self._show(spec, self._buffer.tensor)
-            self._gather = _Gather(spec, self._buffer, lanes, meter)
-            self._secondary: _Secondary | None = None
-            if spec.secondary is not None:
-                comm = lanes.wire(Lane.GATHER, spec.secondary)
-                self._secondary = _Secondary(comm, self._buffer, meter)
-            self._buffer.free()
-        self._versions = Versions(self.params)
-        self._versions.freed()
-
-    def reclaim(self) -> list[int]:
-        """See ``Unsharded``."""
-        return super().reclaim() if self._buffer.allocated else []
-
-    def takes(self, shards: Shards) -> bool:
-        """See ``Unsharded``."""
-        self._shard = shards.flat
+        if not isinstance(self._gather, _FlatGather):
+            return False
+        self._gather.take(shards.flat)
         return True
 
-    def start(self) -> None:
-        """See ``Unsharded``."""
-        super().start()
-        self.reclaim()
 
-    def _send(self) -> Pending:
-        if self._secondary is not None and self._secondary.kept:
-            return self._secondary.start()
-        return self._gather.start(self._shard)
+def _can_borrow(spec: BucketSpec, shard: Tensor) -> bool:
+    """Return whether ``shard`` is all of the unsharded parameters, on their device and in dtype."""
+    is_whole = spec.layout.world == 1 and spec.layout.zero_copy
+    return is_whole and spec.offload is None and spec.unsharded_dtype(shard.dtype) == shard.dtype
 
-    def _receive(self) -> None:
-        if self._secondary is not None and self._secondary.kept:
-            self._secondary.free()
-        else:
-            self._gather.finish()
 
-    def _free(self, *, to_secondary: bool, keep_memory: bool) -> None:
-        if self._secondary is not None:
-            if to_secondary:
-                self._secondary.keep()
-            else:
-                self._secondary.free()
-        if not keep_memory:
-            self._buffer.free()
-
-    def _leave(self) -> None:
-        self._buffer.leave()
-        self._gather.leave()
-        if self._secondary is not None:
-            self._secondary.leave()
+def _unsharded_buffer(spec: BucketSpec, shard: Tensor, meter: StorageMeter) -> Buffer:
+    dtype = spec.unsharded_dtype(shard.dtype)
+    device = shard.device if spec.offload is None or shard.is_meta else spec.device
+    numel = spec.layout.unsharded_numel
+    if spec.secondary is not None:
+        numel = round_up(numel, spec.secondary.world)
+    kind, label = BufferKind.UNSHARDED, spec.label
+    return Buffer(numel, dtype, device, kind=kind, meter=meter, label=label)
 
 
 class _Secondary:
@@ -267,53 +256,48 @@ class _Secondary:
     def __init__(self, comm: Collectives, buffer: Buffer, meter: StorageMeter) -> None:
         flat = buffer.tensor
         numel = flat.numel() // comm.world
-        self.kept = False
         self._comm = comm
         self._buffer = buffer
         self._meter = meter
         self._own = flat.narrow(0, comm.rank * numel, numel)
-        self._slice = Buffer(numel, flat.dtype, flat.device, kind=BufferKind.SECONDARY, meter=meter)
-        self._slice.free()
+        self.slice = Buffer(numel, flat.dtype, flat.device, kind=BufferKind.SECONDARY, meter=meter)
+        self.slice.free()
+
+    @property
+    def kept(self) -> bool:
+        """True if the slice holds values from which the buffer can be gathered."""
+        return self.slice.allocated
 
     def keep(self) -> None:
         """Copy this rank's slice of the buffer, which will be freed next."""
-        self._slice.allocate()
-        self._slice.tensor.copy_(self._own)
+        self.slice.allocate()
+        self.slice.tensor.copy_(self._own)
         self._meter.copied(self._own.nbytes)
-        self.kept = True
 
     def start(self) -> Pending:
         """Start to gather the slices into the buffer."""
         self._buffer.allocate()
-        return self._comm.all_gather([self._buffer.tensor], [self._slice.tensor])
+        return self._comm.all_gather([self._buffer.tensor], [self.slice.tensor])
 
-    def free(self) -> None:
+    def finish(self) -> None:
         """Free the slice."""
-        if self.kept:
-            self._slice.free()
-            self.kept = False
-
-    def leave(self) -> None:
-        """Forget the slice; see ``Buffer.leave``."""
-        self._slice.leave()
-        self.kept = False
+        self.slice.free()
 
 
-class _Gather:
-    """A gather from shards into the unsharded buffer: in place, or through staging buffers."""
+class _FlatGather:
+    """A gather from flat shards into one buffer: in place, or through staging buffers."""
 
-    def __init__(self, spec: BucketSpec, buffer: Buffer, lanes: Lanes, meter: StorageMeter) -> None:
-        layout = spec.layout
-        flat, world = buffer.tensor, layout.world
+    def __init__(
+        self, spec: BucketSpec, shard: Tensor, buffer: Buffer, lanes: Lanes, meter: StorageMeter
+    ) -> None:
+        layout, flat = spec.layout, buffer.tensor
         plan = gather_plan(layout, flat.itemsize)
         self._comm = lanes.wire(Lane.GATHER, spec.gathering(flat.dtype))
         self._lanes = lanes
         self._meter = meter
-        self._shard: Tensor | None = None  # the shard that ``_sources`` are slices of
-        self._sources: list[Tensor] = []
         self._landing: list[Buffer] = []  # at most one, for an offloaded shard
         self._slices = [(part.shard_offset, part.numel) for part in plan.direct]
-        self._outputs = written_in_place(plan, world, flat)
+        self._outputs = written_in_place(plan, layout.world, flat)
         self._written = [buffer] if plan.direct else []  # buffers that the gathers write
         self._stagings = [
             _Staging(spec, start, stop, buffer, meter) for start, stop in _staged(plan, spec)
@@ -323,11 +307,14 @@ class _Gather:
             self._outputs.append(staging.buffer.tensor)
             self._written.append(staging.buffer)
         # This rank's slices of the outputs.
-        self._own = [output.view(world, -1)[spec.comm.rank] for output in self._outputs]
+        self._own = [output.view(layout.world, -1)[spec.comm.rank] for output in self._outputs]
         self._arrived: LaneEvent | None = None  # arrival of a shard that needs no collective
         self._outbound: Outbound | None = None
         if spec.offload is not None:
             self._bring_from_host(spec, spec.offload)
+        self.take(shard)
+        self.buffers = [buffer, *(staging.buffer for staging in self._stagings), *self._landing]
+        """All memory that the gather writes."""
         for staging in self._stagings:
             staging.buffer.free()
 
@@ -349,27 +336,30 @@ class _Gather:
     def _sliced(self, shard: Tensor) -> list[Tensor]:
         return [shard.narrow(0, start, numel) for start, numel in self._slices]
 
-    def start(self, shard: Tensor) -> Pending:
-        """Allocate memory, and start to gather the shards of all ranks; ours is ``shard``.
+    def take(self, shard: Tensor) -> None:
+        """Gather from ``shard`` from now on."""
+        self._shard = shard
+        if self._outbound is None:
+            self._sources = self._sliced(shard)
+
+    def start(self) -> Pending:
+        """Allocate memory, and start to gather the shards of all ranks.
 
         A shard of another dtype is cast into its place in the result: one pass copies and casts.
         """
         for buffer in (*self._written, *self._landing):
             buffer.allocate()
+        sources = self._sources
         if self._outbound is not None:
             self._lanes.join(Lane.HOST_TO_DEVICE, Lane.GATHER)
             with self._lanes.on(Lane.HOST_TO_DEVICE):
-                self._meter.copied(sum(source.nbytes for source in self._sources))
-                self._outbound.send(shard)
-                pending = self._comm.all_gather(self._outputs, self._sources)
+                self._meter.copied(sum(source.nbytes for source in sources))
+                self._outbound.send(self._shard)
+                pending = self._comm.all_gather(self._outputs, sources)
                 if self._comm.group is None:
                     self._arrived = self._lanes.mark()
                 return pending
-        if shard is not self._shard:
-            self._shard = shard
-            self._sources = self._sliced(shard)
-        sources = self._sources
-        if shard.dtype != self._own[0].dtype:
+        if self._shard.dtype != self._own[0].dtype:
             copy_all(self._own, sources)
             self._meter.copied(sum(own.nbytes for own in self._own))
             sources = self._own
@@ -383,11 +373,6 @@ class _Gather:
             buffer.free()
         for staging in self._stagings:
             staging.empty()
-
-    def leave(self) -> None:
-        """Forget all memory; see ``Buffer.leave``."""
-        for buffer in (*self._written, *self._landing):
-            buffer.leave()
 
 
 def _staged(plan: GatherPlan, spec: BucketSpec) -> list[tuple[int, int]]:
