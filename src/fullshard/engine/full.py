@@ -13,7 +13,7 @@ A ``Loan`` lends the full parameters of a unit to the user, and takes them back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
 
@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from fullshard._torch import autograd as _autograd
 from fullshard._torch import memory as _memory
 from fullshard.comm import broadcast_pieces
-from fullshard.device import BufferKind, StorageMeter
+from fullshard.device import Buffer, BufferKind, Lanes, StorageMeter
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.policy import WirePolicy
 from fullshard.engine.shard import cut_into
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unit import Lending, Unit
-from fullshard.engine.unshard import copy_all, gather_plan, places_of_copies, written_in_place
+from fullshard.engine.unshard import FlatGather, copy_all, places_of_copies
 from fullshard.errors import ConfigError, FullshardError, ProtocolError
 from fullshard.layout import plan_param_gather
 from fullshard.tensors import local_gradients, local_part, shown_like
@@ -39,22 +40,16 @@ def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Ten
 
     For tensor-parallel parameters, return local tensors. All share memory, but each pickles alone.
     """
-    layout = spec.layout
-    flat = flat.to(spec.device)
-    plan = gather_plan(layout, flat.itemsize)
-    full = flat.new_empty(layout.unsharded_numel)
-    staging = flat.new_empty(layout.world * plan.staged_numel)
-    sources = [flat.narrow(0, part.shard_offset, part.numel) for part in plan.direct]
-    outputs = written_in_place(plan, layout.world, full)
-    if plan.staged_numel:
-        sources.append(flat[: plan.staged_numel])
-        outputs.append(staging)
-    with meter.holding(BufferKind.FULL, full.nbytes + staging.nbytes):
-        spec.comm.all_gather(outputs, sources).wait()
-        copy_all(*places_of_copies(plan.copies, full, staging, layout.unsharded_offsets))
+    layout, kind, uncounted = spec.layout, BufferKind.FULL, StorageMeter()
+    flat, spec = flat.to(spec.device), replace(spec, offload=None, wire=WirePolicy())
+    buffer = Buffer(layout.unsharded_numel, flat.dtype, flat.device, kind=kind, meter=uncounted)
+    gather = FlatGather(spec, flat, buffer, Lanes(), uncounted)
+    with meter.holding(kind, sum(one.nbytes for one in gather.buffers)):
+        gather.start().wait()
+        gather.finish()
     places = zip(layout.unsharded_offsets, layout.params, strict=True)
     return [
-        _memory.own_storage(full.narrow(0, offset, param.numel).view(param.shape))
+        _memory.own_storage(buffer.tensor.narrow(0, offset, param.numel).view(param.shape))
         for offset, param in places
     ]
 

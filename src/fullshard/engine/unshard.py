@@ -16,7 +16,7 @@ from fullshard.device import Buffer, BufferKind, Lane, LaneEvent, Lanes, Storage
 from fullshard.engine.extended import HookedGather
 from fullshard.engine.shard import Shards
 from fullshard.engine.spec import BucketSpec, Offload, Outbound
-from fullshard.layout import GatherPlan, Layout, StridedCopy, even_from, plan_gather, round_up
+from fullshard.layout import GatherPlan, StridedCopy, even_from, plan_gather, round_up
 from fullshard.tensors import local_part
 
 _ADDRESS = Tensor.data_ptr
@@ -61,7 +61,7 @@ class Unsharded:
     three are called in turn. There are three ways from the shards to ``params``:
 
         nothing        one rank has all of the shard, in the right dtype: the parameters borrow it.
-        _FlatGather    fills one buffer for all parameters.
+        FlatGather     fills one buffer for all parameters.
         HookedGather   fills memory of their own for parameters with all-gather hooks.
 
     With a secondary shard, all but this shard can be freed, and the next ``start`` gathers from it.
@@ -71,7 +71,7 @@ class Unsharded:
     """
 
     is_lost = False
-    _gather: _FlatGather | HookedGather | None = None
+    _gather: FlatGather | HookedGather | None = None
     _secondary: _Secondary | None = None
     _buffer: Buffer | None = None
     """The memory of all parameters, if it is one buffer that comes and goes."""
@@ -106,7 +106,7 @@ class Unsharded:
             else:
                 self._buffer = buffer = _unsharded_buffer(spec, shards.flat, meter)
                 self.params = self._over(spec, buffer.tensor)
-                self._gather = _FlatGather(spec, shards.flat, buffer, lanes, meter)
+                self._gather = FlatGather(spec, shards.flat, buffer, lanes, meter)
                 if spec.secondary is not None:
                     comm = lanes.wire(Lane.GATHER, spec.secondary)
                     self._secondary = _Secondary(comm, buffer, meter)
@@ -147,14 +147,15 @@ class Unsharded:
         """True if the parameters share the memory of the shard."""
         return self._gather is None
 
-    def _source(self) -> _FlatGather | HookedGather | _Secondary | None:
+    def _source(self) -> FlatGather | HookedGather | _Secondary | None:
         """Return the gather that fills the memory next."""
         return self._secondary if self._secondary and self._secondary.kept else self._gather
 
     def start(self) -> None:
         """Start the all-gather; if memory is still allocated, write the new values to it."""
-        source, self._is_filled = None if self._is_filled else self._source(), False
-        if source is not None:
+        is_filled, self._is_filled = self._is_filled, False
+        source = self._source()
+        if source is not None and not is_filled:
             with self._lanes.on(Lane.GATHER):
                 self._in_flight = source.start()
         self.reclaim()
@@ -224,7 +225,7 @@ class Unsharded:
 
         ``shards`` have the device and dtype of the old ones.
         """
-        if not isinstance(self._gather, _FlatGather):
+        if not isinstance(self._gather, FlatGather):
             return False
         self._gather.take(shards.flat)
         return True
@@ -284,20 +285,25 @@ class _Secondary:
         self.slice.free()
 
 
-class _FlatGather:
-    """A gather from flat shards into one buffer: in place, or through staging buffers."""
+class FlatGather:
+    """A gather from flat shards into ``buffer``: in place, or through staging buffers.
+
+    The shards are cast to the dtype of the buffer, and brought to its device if they are offloaded.
+    """
 
     def __init__(
         self, spec: BucketSpec, shard: Tensor, buffer: Buffer, lanes: Lanes, meter: StorageMeter
     ) -> None:
         layout, flat = spec.layout, buffer.tensor
-        plan = gather_plan(layout, flat.itemsize)
+        plan = plan_gather(layout, min_numel=_DIRECT_NBYTES // flat.itemsize)
         self._comm = lanes.wire(Lane.GATHER, spec.gathering(flat.dtype))
         self._lanes = lanes
         self._meter = meter
         self._landing: list[Buffer] = []  # at most one, for an offloaded shard
         self._slices = [(part.shard_offset, part.numel) for part in plan.direct]
-        self._outputs = written_in_place(plan, layout.world, flat)
+        self._outputs = [
+            flat.narrow(0, part.unsharded_offset, layout.world * part.numel) for part in plan.direct
+        ]
         self._written = [buffer] if plan.direct else []  # buffers that the gathers write
         self._stagings = [
             _Staging(spec, start, stop, buffer, meter) for start, stop in _staged(plan, spec)
@@ -481,16 +487,6 @@ _DIRECT_NBYTES = 512 << 10
 
 Each such piece travels alone. Smaller pieces travel together: a copy takes less time with gloo.
 """
-
-
-def gather_plan(layout: Layout, itemsize: int) -> GatherPlan:
-    """Return the plan by which shards with elements of ``itemsize`` bytes are gathered."""
-    return plan_gather(layout, min_numel=_DIRECT_NBYTES // itemsize)
-
-
-def written_in_place(plan: GatherPlan, world: int, unsharded: Tensor) -> list[Tensor]:
-    """Return the parts of ``unsharded``, 1-D, that gathers write directly."""
-    return [unsharded.narrow(0, part.unsharded_offset, world * part.numel) for part in plan.direct]
 
 
 def places_of_copies(
