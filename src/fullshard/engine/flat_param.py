@@ -1,23 +1,23 @@
 """One Parameter over all of a bucket's shard, instead of pieces: ``use_orig_params=False``.
 
 The engine still works with the pieces, which users do not see. The flat parameter is another view
-of the memory of the pieces, and its gradient another view of the memory of their gradients.
+of the memory of the pieces. Only the flat parameter has a gradient.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fullshard._torch import autograd as _autograd
 from fullshard._torch import nn as _nn
 from fullshard.engine.spec import BucketSpec
 from fullshard.errors import ProtocolError
-from fullshard.tensors import PlacedPiece, announce_pieces, flat_part_of
+from fullshard.tensors import PlacedPiece, announce_pieces
 from fullshard.tensors.form import clean_name
 
 
@@ -92,39 +92,36 @@ class FlatParameter:
         if self.param.data_ptr() != shard.data_ptr() or shard.is_meta:
             self.param.data = shard.data
 
-    def tell_gradients(self) -> None:
-        """Give the pieces the gradient of the flat parameter, which the user may have changed."""
+    def gradients(self) -> list[Tensor | None]:
+        """Return each piece's part of the gradient; None for pieces that have none."""
         grad = self.param.grad
-        if grad is not None:
-            for number, piece in enumerate(self.spec.parts_of(grad)):
-                if number in self._with_grad:
-                    _autograd.set_grad(self._params[number], piece)
+        if grad is None:
+            return [None] * len(self._params)
+        parts = enumerate(self.spec.parts_of(grad))
+        return [part if number in self._with_grad else None for number, part in parts]
 
-    def take_gradients(self) -> None:
-        """Move the gradients of the pieces here; else ``zero_grad`` would free no memory."""
-        grads = [param.grad for param in self._params]
-        self._with_grad = {number for number, grad in enumerate(grads) if grad is not None}
-        for param in self._params:
-            param.grad = None
+    def add_gradients(self, flat: Tensor, present: Sequence[bool]) -> None:
+        """Add ``flat``, in the order of the shard, to the gradient, or make it the gradient.
+
+        ``present`` says which pieces have a gradient in ``flat``; the others are zeroed there.
+        """
+        if not any(present):
+            return
+        for part, is_present in zip(self.spec.parts_of(flat), present, strict=True):
+            if not is_present:
+                part.zero_()
+        if self.param.grad is None:
+            self.set_gradients(flat, present)
+        else:
+            self.param.grad.add_(flat)
+            self._with_grad.update(compress(range(len(present)), present))
+
+    def set_gradients(self, flat: Tensor, present: Sequence[bool]) -> None:
+        """Make ``flat``, zero where not ``present``, the gradient; None if nothing is present."""
+        self._with_grad = set(compress(range(len(present)), present))
         if not self._with_grad:
             self.param.grad = None
-            return
-        if self.param.grad is None:
-            _autograd.set_grad(self.param, self._one_memory(grads))
-        whole = self.param.grad
-        assert whole is not None
-        for own, grad in zip(self.spec.parts_of(whole), grads, strict=True):
-            if grad is None:
-                own.zero_()
-            elif own.data_ptr() != grad.data_ptr():
-                own.copy_(grad)
-
-    def _one_memory(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Return the 1-D tensor that ``grads`` are views of, or a new one of zeros."""
-        numel = self.spec.layout.shard_numel
-        for piece, grad in zip(self.spec.pieces, grads, strict=True):
-            part = None if grad is None else flat_part_of(grad)
-            if part is not None and part.start == piece.offset and len(part.flat) >= numel:
-                return part.flat[:numel]
-        dtype = next(grad.dtype for grad in grads if grad is not None)
-        return torch.zeros_like(self.param, dtype=dtype)
+        elif self.param.grad is None:
+            _autograd.set_grad(self.param, flat)
+        else:
+            self.param.grad.copy_(flat)

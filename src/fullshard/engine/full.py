@@ -219,11 +219,8 @@ class Loan:
 
     def _gather_grads(self, bucket: Bucket) -> list[Tensor | None]:
         """Return full gradients: None if no rank has one, zeros in the part of ranks without."""
-        if bucket.front is not None:
-            bucket.front.tell_gradients()
-        spec, own = bucket.spec, [param.grad for param in bucket.sharded_params]
-        if bucket.front is not None:
-            bucket.front.take_gradients()
+        spec, front = bucket.spec, bucket.front
+        own = [p.grad for p in bucket.sharded_params] if front is None else front.gradients()
         present = any_rank(spec, [grad is not None for grad in own])
         if not any(present):
             return [None] * len(own)
@@ -372,9 +369,11 @@ def _zero_row(bucket: Bucket) -> Tensor:
 
 def _put_grads(bucket: Bucket, row: Tensor, present: Sequence[bool]) -> None:
     """Set the gradients of the sharded parameters from ``row``; None where not ``present``."""
-    spec = bucket.spec
+    spec, dtypes = bucket.spec, bucket.grad_dtypes().shown
+    if bucket.front is not None:
+        bucket.front.set_gradients(row.to(dtypes[0]), present)
+        return
     views = spec.own_views(row)
-    dtypes = bucket.grad_dtypes().shown
     for i, param in enumerate(bucket.sharded_params):
         if not present[i]:
             param.grad = None
@@ -382,8 +381,6 @@ def _put_grads(bucket: Bucket, row: Tensor, present: Sequence[bool]) -> None:
             _autograd.set_grad(param, spec.form.wrap(i, views[i].to(dtypes[i])))
         else:
             spec.form.local(param.grad).copy_(views[i])
-    if bucket.front is not None:
-        bucket.front.take_gradients()
 
 
 def _freeze(bucket: Bucket, flags: Sequence[bool]) -> None:

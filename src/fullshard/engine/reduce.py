@@ -388,18 +388,25 @@ class Gradients:
         As without sharding, parameters frozen since then keep gradients of passes before.
         """
         params, front = self._bucket.sharded_params, self._bucket.front
-        if front is not None:
-            front.tell_gradients()
+        wanted = [
+            has and (params[index].requires_grad or index in prior)
+            for index, has in zip(result.reduced.indices, present, strict=True)
+        ]
+        if front is None:
+            seen = self._put(result, wanted)
+        else:
+            seen = [front.param]
+            front.add_gradients(result.flat[: self._spec.layout.shard_numel], wanted)
+        for param, hook in _autograd.post_accumulate_grad_hooks(seen):
+            hook(param)  # as autograd would call the hook; an optimizer may step in it
+
+    def _put(self, result: GradShard, wanted: Sequence[bool]) -> list[nn.Parameter]:
+        """Set or add the ``wanted`` gradients, and return their parameters."""
+        params = [self._bucket.sharded_params[index] for index in result.reduced.indices]
+        put = _autograd.put_grad if self._spec.grad_dtype is None else _autograd.set_grad
         sums: list[Tensor] = []
         parts: list[Tensor] = []
-        wanted = [
-            (i, params[index])
-            for i, index in enumerate(result.reduced.indices)
-            if present[i] and (params[index].requires_grad or index in prior)
-        ]
-        forced = self._spec.grad_dtype is not None or front is not None
-        put = _autograd.set_grad if forced else _autograd.put_grad
-        for i, param in wanted:
+        for i, param in compress(enumerate(params), wanted):
             if param.grad is None:
                 put(param, result.shown[i])
             else:
@@ -407,11 +414,7 @@ class Gradients:
                 parts.append(result.locals[i])
         if sums:
             torch._foreach_add_(sums, parts)
-        if front is not None:
-            front.take_gradients()
-        seen = [param for _, param in wanted] if front is None else [front.param]
-        for param, hook in _autograd.post_accumulate_grad_hooks(seen):
-            hook(param)  # as autograd would call the hook; an optimizer may step in it
+        return list(compress(params, wanted))
 
 
 def resolve_presence(unread: Iterable[Gradients], lanes: Lanes) -> None:
