@@ -33,7 +33,7 @@ from fullshard.comm import Done, Pending, blocking, c10d
 from fullshard.device import HostReader
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import executor
-from fullshard.optim import host
+from fullshard.optim.flat import stream
 from tests.faults.device import Device, Event, put
 
 _POLL_S = 0.001
@@ -136,7 +136,7 @@ def on_device(folder: Path) -> Iterator[Device]:
     with ExitStack() as stack:
         for target, name, stand_in in (
             (executor, "make_lanes", lanes),
-            (host, "make_lanes", lanes),
+            (stream, "make_lanes", lanes),
             (HostReader, "__init__", device.reading(HostReader.__init__)),
             (c10d, "ledger_for", partial(wire.ledger_for, c10d.ledger_for)),
             (c10d, "default_choice", choice),

@@ -26,6 +26,7 @@ from fullshard.device.streams import OnStream, StreamLanes
 from fullshard.engine import executor, shard
 from fullshard.engine import spec as bucket_spec
 from fullshard.optim import host as host_state
+from fullshard.optim.flat import stream as state_stream
 from tests.lanes.booking import Booking, is_plain
 from tests.lanes.clocks import RaceError, Timeline, Trace
 from tests.lanes.fake import Accelerator
@@ -94,7 +95,7 @@ class Checker:
             for target, name, stand_in in (
                 (executor, "make_lanes", self._make_lanes),
                 (bucket_spec, "host_tensor", self._host_tensor(bucket_spec.host_tensor)),
-                (host_state, "make_lanes", self._make_lanes),
+                (state_stream, "make_lanes", self._make_lanes),
                 (host_state, "host_tensor", self._host_tensor(host_state.host_tensor)),
                 (torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_)),
                 (Tensor, "tolist", self._tolist(Tensor.tolist)),

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from fullshard import PerParameter, Ragged, checkpoint, fully_shard
 from fullshard.optim import ShardedGradScaler, ShardedOptimizer, StepGuard, clip_grad_norm_
 from fullshard.optim import host as hosting
-from fullshard.optim.host import Stream
+from fullshard.optim.flat.stream import Stream
 from tests.kit import (
     checkpoint_async,
     optimizer_mesh,

@@ -15,9 +15,9 @@ def named_ranks(ranks: Sequence[int], *, most: int = 8) -> str:
 
 def listed(names: Iterable[object], most: int = 8, between: str = ", ") -> str:
     """Return words such as "weight, bias and 5 more", with the first ``most`` names."""
-    names = [*map(str, names)]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return between.join(names[:most]) + more
+    shown = [*map(str, names)]
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return between.join(shown[:most]) + more
 
 
 def counted(number: int, noun: str) -> str:

@@ -17,7 +17,8 @@ from fullshard.optim.base import Outer
 from fullshard.optim.flat.plan import Candidate, StepPlan, align, gradients, plan_runs
 from fullshard.optim.flat.run import Run
 from fullshard.optim.flat.scalars import check_state, state_keys_of
-from fullshard.optim.host import FRACTION, Stream, checked_fraction, hosted
+from fullshard.optim.flat.stream import Stream
+from fullshard.optim.host import FRACTION, checked_fraction, hosted
 from fullshard.optim.inner import Groups, label_of, numbered, options_of
 from fullshard.optim.probe import Probe, Unchanged, keep_unchanged
 from fullshard.tensors import local_part
