@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ import fullshard
 from fullshard import checkpoint, errors
 from fullshard._torch import dtensor as _dtensor
 from fullshard.frontend.ownership import unit_of, units_below
-from fullshard.optim import clip_grad_norm_
 from tests.kit.checkpoint_files import adamw, sharded_adamw, trained
 from tests.kit.tensor_parallel import Net, parallelize
-from tests.kit.unshard_params import LAYOUTS, WORLDS, full, loss_of, plain_net, sharded_net
+from tests.kit.unshard_params import LAYOUTS, WORLDS, full, plain_net, sharded_net
 from tests.ranks.models import OddModel, fill, full_parameters, shard_units, shared_folder
 from tests.ranks.net import make
 from tests.ranks.net import shard as shard_net
@@ -276,27 +274,3 @@ def test_a_full_state_dict_of_20_units_takes_one_unit_above_the_shards(layout: A
     largest = max(unit.nbytes for unit in units)
     held, unit, total = sum(meter.peak_nbytes.values()), largest, sum(unit.nbytes for unit in units)
     assert 0 < held <= unit < total / 19
-
-
-# Defects of FSDP1 in two dims; those of unshard_params are in test_unshard_rules.
-
-
-def norms_and_no_sync(layout: str) -> None:
-    """The clip norm is the true one on all ranks, and passes without synchronisation add up."""
-    plain, model = plain_net(), sharded_net("2d", layout)
-    for step, sync in itertools.product(range(2), (False, True)):
-        model.set_requires_gradient_sync(sync)
-        for one in (model, plain):
-            (loss_of(one) / (1 + step)).backward()
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    norm: Any = clip_grad_norm_(model.parameters(), 0.1)
-    assert abs(full(norm) - expected) < 1e-12
-    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (mine.grad is None) == (other.grad is None)
-        if mine.grad is not None:
-            assert (full(mine.grad) - other.grad).abs().max() < 1e-12
-
-
-def test_clip_norm_and_accumulation_without_sync_on_two_dims(pool: RankPool) -> None:
-    for layout in ("per_param", "element"):
-        pool.run(4, norms_and_no_sync, layout)
