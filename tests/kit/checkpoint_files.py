@@ -117,13 +117,18 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return True
 
 
-def saves(way: str, path: Path) -> None:
-    """Train and save; rank 0 also keeps the whole state, as PyTorch saves it."""
-    model, optimizer = built(way, 1)
-    for number in range(2):
+def stepped(model: Any, optimizer: Any, steps: int = 2) -> None:
+    """Train a ``Net``."""
+    for number in range(steps):
         model(noise(4, 192, seed=number)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def saves(way: str, path: Path) -> None:
+    """Train and save; rank 0 also keeps the whole state, as PyTorch saves it."""
+    model, optimizer = built(way, 1)
+    stepped(model, optimizer)
     checkpoint.save(path, model, optimizer, {"rates": (1, 0.5)}, step=2)
     whole = everything(model, optimizer)
     if dist.get_rank() == 0:

@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -41,9 +40,14 @@ PATIENCE_S = 240.0  # a loaded machine is slow
 LITTLE = 100_000  # bytes, less than one weight of the model
 
 
-def goes_on_training(way: str, path: Path, budgets: list[int | None]) -> None:
+def trained(way: str) -> tuple[Any, torch.optim.Optimizer]:
     model, optimizer = built(way, 1)
     trains(model, optimizer, 0)
+    return model, optimizer
+
+
+def goes_on_training(way: str, path: Path, budgets: list[int | None]) -> None:
+    model, optimizer = trained(way)
     for number, budget in enumerate(budgets):
         extra = {"rates": [1, 0.5]}
         before = copy.deepcopy(everything(model, optimizer))
@@ -65,28 +69,22 @@ def goes_on_training(way: str, path: Path, budgets: list[int | None]) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-def test_what_is_saved_is_the_state_at_the_call(pool: RankPool, tmp_path: Path, way: str) -> None:
-    pool.run(2, goes_on_training, way, tmp_path, [None, 0, LITTLE], timeout_s=PATIENCE_S)
-
-
-def test_on_four_ranks_of_two_meshes(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(4, goes_on_training, "ragged tp", tmp_path, [LITTLE], timeout_s=PATIENCE_S)
+@pytest.mark.parametrize(("world", "way"), [*((2, way) for way in WAYS), (4, "ragged tp")])
+def test_what_is_saved_is_the_state_at_the_call(
+    pool: RankPool, tmp_path: Path, world: int, way: str
+) -> None:
+    budgets = [None, 0, LITTLE] if world == 2 else [LITTLE]
+    pool.run(world, goes_on_training, way, tmp_path, budgets, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("kind", ["lists", "fused", "sharded"])
 def test_a_step_waits_until_everything_is_copied_and_no_longer(
     pool: RankPool, tmp_path: Path, kind: str
 ) -> None:
-    assert pool.run(2, steps_wait, tmp_path / "all", kind, None, timeout_s=PATIENCE_S) == [
-        False,
-        False,
-    ]
-    assert pool.run(2, steps_wait, tmp_path / "none", kind, 0, timeout_s=PATIENCE_S) == [True, True]
-    assert pool.run(2, steps_wait, tmp_path / "some", kind, LITTLE, timeout_s=PATIENCE_S) == [
-        True,
-        True,
-    ]
+    for budget in (None, 0, LITTLE):
+        path = tmp_path / str(budget)
+        waits = pool.run(2, steps_wait, path, kind, budget, timeout_s=PATIENCE_S)
+        assert waits == [budget is not None] * 2
 
 
 @on_ranks(2, timeout_s=PATIENCE_S)
@@ -124,8 +122,7 @@ def test_loads_and_loans_wait_for_copies(tmp_path: Path) -> None:
 
 
 def writes_by_hand(path: Path) -> list[str]:
-    model, optimizer = built("rows", 1)
-    trains(model, optimizer, 0)
+    model, optimizer = trained("rows")
     said = []
     with slow_disk() as goes_on:
         checkpoint.save(path / "0", model, optimizer, step=1, mode="async", budget_nbytes=0)
@@ -169,8 +166,7 @@ def test_state_that_is_written_by_hand_is_noticed(tmp_path: Path, kind: str) -> 
 
 
 def one_disk_is_full(path: Path) -> list[str]:
-    model, optimizer = built("ragged", 1)
-    trains(model, optimizer, 0)
+    model, optimizer = trained("ragged")
     said = []
 
     def fails(_name: str) -> None:
@@ -208,8 +204,7 @@ def test_a_failure_is_raised_once_on_all_ranks_by_the_next_call(
 
 def without_a_rank(path: Path) -> str:
     """Rank 1 writes nothing while the others wait for it."""
-    model, optimizer = built("rows", 1)
-    trains(model, optimizer, 0)
+    model, optimizer = trained("rows")
     goes_on = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fullshard.comm.council.Council.limit_s", 2.0)
@@ -285,9 +280,7 @@ def test_a_checkpointer_saves_and_removes_beside_the_training(tmp_path: Path) ->
 
 @pytest.mark.parametrize("budget", [None, 0, LITTLE])
 def test_a_checkpointer_keeps_the_memory_of_copies(tmp_path: Path, budget: int | None) -> None:
-    model = plain(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    trains(model, optimizer, 0)
+    model, optimizer = trained("plain")
     checkpointer = checkpoint.Checkpointer(tmp_path, mode="async", budget_nbytes=budget)
     memory = checkpointer._how.memory
     made: list[int] = []
@@ -315,9 +308,7 @@ def test_a_checkpointer_keeps_the_memory_of_copies(tmp_path: Path, budget: int |
 
 
 def test_a_save_that_fails_gives_the_memory_of_its_copies_back(tmp_path: Path) -> None:
-    model = plain(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    trains(model, optimizer, 0)
+    model, optimizer = trained("plain")
     checkpointer = checkpoint.Checkpointer(tmp_path, mode="async", budget_nbytes=1 << 20)
 
     def full(_: str) -> None:
@@ -346,14 +337,15 @@ def test_without_an_optimizer_everything_is_copied_when_save_returns(tmp_path: P
         assert torch.equal(value, before[name]), name
 
 
-def test_a_model_and_its_optimizer_are_copied_meanwhile(tmp_path: Path) -> None:
-    model = plain(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    trains(model, optimizer, 0)
+def test_a_model_and_its_optimizer_are_copied_meanwhile_and_pickled_later(tmp_path: Path) -> None:
+    model, optimizer = trained("plain")
     with slow_disk():
         checkpoint.save(tmp_path / "one", model, optimizer, step=1, mode="async", budget_nbytes=0)
         other, its_optimizer = copy.deepcopy((model, optimizer))
         trains(other, its_optimizer, 1)  # it has no hooks, and waits for nothing
+    for one in (model, other):
+        loaded = pickle.loads(pickle.dumps(one))
+        loaded.load_state_dict(one.state_dict())  # waits for nothing
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -405,9 +397,7 @@ def test_nothing_is_kept_when_a_save_has_ended(tmp_path: Path) -> None:
 
 
 def test_a_load_into_a_plain_model_waits(tmp_path: Path) -> None:
-    model = plain(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    trains(model, optimizer, 0)
+    model, optimizer = trained("plain")
     before = copy.deepcopy(model.state_dict())
     with slow_disk() as goes_on:
         checkpoint.save(tmp_path / "one", model, optimizer, step=1, mode="async", budget_nbytes=0)
@@ -432,19 +422,3 @@ def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
     target = tmp_path / "one"
     subprocess.run([sys.executable, "-c", PROGRAM, str(target)], check=True, timeout=120)
     checkpoint.verify(target)
-
-
-@on_ranks(1)
-def test_a_model_that_is_or_was_saved_can_be_copied(tmp_path: Path) -> None:
-    path = tmp_path / "one"
-    model = plain(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with slow_disk() as written:
-        pending = checkpoint.save(path, model, optimizer, step=1, mode="async")
-        twin = copy.deepcopy(model)
-        written.set()
-        while not pending.is_done:
-            time.sleep(0.01)
-    for one in (model, twin):
-        loaded = pickle.loads(pickle.dumps(one))
-        loaded.load_state_dict(one.state_dict())  # waits for nothing

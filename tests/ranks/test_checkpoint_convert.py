@@ -31,8 +31,7 @@ from fullshard import PerParameter, Ragged, checkpoint, fully_shard
 from fullshard.checkpoint import convert
 from fullshard.cli import app
 from fullshard.errors import CheckpointError, ConfigError, FullshardError, UnsupportedError
-from tests.kit.checkpoint_files import built, everything, plain, same
-from tests.ranks.models import noise
+from tests.kit.checkpoint_files import built, everything, plain, same, saves, stepped
 from tests.ranks.pool import RankPool
 
 PATIENCE_S = 240.0  # a loaded machine is slow
@@ -84,10 +83,7 @@ def torchs(seed: int, shard: Callable[..., Any] = torch_fully_shard) -> tuple[An
 
 def trained(model: Any, optimizer: Any) -> dict[str, Any]:
     """Step twice; return the whole state, as PyTorch gathers it."""
-    for number in range(2):
-        model(noise(4, 192, seed=number)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    stepped(model, optimizer)
     return gathered(model, optimizer)
 
 
@@ -132,18 +128,6 @@ def test_a_folder_of_pytorch_is_loaded_in_any_layout(
             assert same(found, whole)
 
 
-def ours_saves(way: str, path: Path) -> dict[str, Any]:
-    model, optimizer = built(way, 1)
-    for number in range(2):
-        model(noise(4, 192, seed=number)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    checkpoint.save(path, model, optimizer, {"rates": (0.5, 1)}, step=7)
-    whole = everything(model, optimizer)
-    whole.pop("groups")
-    return whole
-
-
 def torch_loads(path: Path) -> dict[str, Any]:
     model, optimizer = torchs(2)
     trained(model, optimizer)  # dcp only fills what is there
@@ -164,14 +148,16 @@ def torch_loads(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("world", "way"), [(1, "plain"), (3, "ragged"), (4, "ragged tp")])
 def test_pytorch_loads_what_was_ours(pool: RankPool, tmp_path: Path, world: int, way: str) -> None:
-    whole = pool.run(world, ours_saves, way, tmp_path / "ours", timeout_s=PATIENCE_S)[0]
+    pool.run(world, saves, way, tmp_path / "ours", timeout_s=PATIENCE_S)
+    whole = torch.load(tmp_path / "ours.pt")
+    whole.pop("groups")
     convert(tmp_path / "ours", tmp_path / "dcp", to="dcp")
     for found in pool.run(2, torch_loads, tmp_path / "dcp", timeout_s=PATIENCE_S):
         for name, value in whole.items():
             assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
     convert(tmp_path / "ours", tmp_path / "one.pt", to="torch")
     state = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert state["step"] == 7
+    assert state["step"] == 2
     found = {**state["model"]}
     for name, kept in state["optim"]["state"].items():
         found |= {f"{name}/{key}": value for key, value in kept.items()}
@@ -180,13 +166,13 @@ def test_pytorch_loads_what_was_ours(pool: RankPool, tmp_path: Path, world: int,
         again = path.with_suffix(".again")
         convert(path, again)
         assert not dict(checkpoint.differences(tmp_path / "ours", again))
-        assert checkpoint.inspect(again).extra == {"rates": (0.5, 1)}
-        assert checkpoint.inspect(again).step == 7
+        assert checkpoint.inspect(again).extra == {"rates": (1, 0.5)}
+        assert checkpoint.inspect(again).step == 2
     left = {one.name for one in tmp_path.iterdir()}
-    assert left == {"ours", "dcp", "one.pt", "dcp.again", "one.again", "latest"}
+    assert left == {"ours", "ours.pt", "dcp", "one.pt", "dcp.again", "one.again", "latest"}
 
 
-def stepped(model: Any) -> torch.optim.Optimizer:
+def stepped_once(model: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.arange(40)).square().mean().backward()
     optimizer.step()
@@ -201,7 +187,7 @@ def test_ties_extra_state_and_every_kind_of_tensor(
 ) -> None:
     torch.manual_seed(0)
     model = Tied(is_tied=is_tied)
-    optimizer = stepped(model) if steps else None
+    optimizer = stepped_once(model) if steps else None
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         state["model"], state["optim"] = get_state_dict(model, optimizer)
@@ -213,7 +199,7 @@ def test_ties_extra_state_and_every_kind_of_tensor(
     assert checkpoint.verify(tmp_path / "ours").step == 3
     torch.manual_seed(1)
     other = Tied(is_tied=is_tied)
-    its = stepped(other) if steps else None
+    its = stepped_once(other) if steps else None
     checkpoint.load(tmp_path / "ours", other, its)
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
@@ -221,15 +207,6 @@ def test_ties_extra_state_and_every_kind_of_tensor(
     if optimizer is not None and its is not None:
         kept, own = (one.state_dict()["state"] for one in (optimizer, its))
         assert all(torch.equal(own[n][key], kept[n][key]) for n in kept for key in kept[n])
-
-
-def test_a_state_dict_alone_is_a_model(tmp_path: Path) -> None:
-    model = nn.Linear(5, 3)
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    convert(tmp_path / "model.pt", tmp_path / "ours")
-    other = nn.Linear(5, 3)
-    assert checkpoint.load(tmp_path / "ours", other) is None
-    assert torch.equal(other.weight, model.weight)
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
@@ -282,11 +259,16 @@ def test_torchtitan_has_the_training_beside_the_tensors_of_its_model(
                for key in ("step", "exp_avg", "exp_avg_sq"))  # fmt: skip
 
 
-def test_a_step_beside_the_tensors_of_a_model_is_read(tmp_path: Path) -> None:
-    torch.save({**nn.Linear(5, 3).state_dict(), "step": 6}, tmp_path / "theirs")
+@pytest.mark.parametrize("beside", [{}, {"step": 6}])
+def test_tensors_of_a_model_are_read_alone_and_beside_a_step(
+    tmp_path: Path, beside: dict[str, int]
+) -> None:
+    model, other = nn.Linear(5, 3), nn.Linear(5, 3)
+    torch.save({**model.state_dict(), **beside}, tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours")
-    assert checkpoint.inspect(tmp_path / "ours").step == 6
-    assert checkpoint.load(tmp_path / "ours", nn.Linear(5, 3)) == {"step": 6}
+    assert checkpoint.inspect(tmp_path / "ours").step == beside.get("step", 0)
+    assert checkpoint.load(tmp_path / "ours", other) == (beside or None)
+    assert torch.equal(other.weight, model.weight)
 
 
 @pytest.mark.parametrize(

@@ -457,7 +457,6 @@ def test_weights_are_the_same_in_a_store_and_a_folder(
         same(one, two)
     with pytest.raises(ConfigError, match="there are objects at this URL"):
         checkpoint.save_weights(model, url_of(folder))
-    assert True
 
 
 def weights_with_trouble(folder: Path, kind: str, rank: int) -> str:

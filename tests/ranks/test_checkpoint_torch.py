@@ -94,8 +94,6 @@ def fsdp1(model: Net, mesh: Any) -> Any:
 
 def in_form(kind: str, model: Any, *, full: bool) -> Any:
     """FSDP1 wants to be told which state dicts are meant."""
-    from contextlib import nullcontext
-
     from torch.distributed import fsdp
 
     if kind != "fsdp1":
