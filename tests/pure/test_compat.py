@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_common, _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_common, _fsdp_state, _fully_shard
 from torch.distributed.pipelining import stage
 
 import fullshard
@@ -153,7 +153,8 @@ def test_a_deep_import_gives_ours_before_and_meanwhile(folder: Path) -> None:
     for user in (before, meanwhile, _fully_shard):
         assert user.fully_shard is THEIRS["fully_shard"]
         assert user.FSDPModule is THEIRS["FSDPModule"]
-    assert type(_fully_shard) is ModuleType
+    for module in (_fully_shard, _fsdp_common, _fsdp_state):
+        assert type(module) is ModuleType
 
 
 def test_who_replaces_a_shown_name_for_a_while_leaves_pytorchs_behind() -> None:

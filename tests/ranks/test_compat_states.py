@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _common_utils, _flat_param, _runtime_utils, _traversal_utils
 from torch.distributed.fsdp import _unshard_param_utils as unshard_utils
 from torch.distributed.fsdp._fully_shard import (
-    _fsdp_common,
-    _fsdp_init,
     _fsdp_param,
     _fsdp_param_group,
     _fsdp_state,
@@ -275,16 +273,6 @@ def test_states_and_handles_are_those_of_fsdp1(use_orig_params: bool) -> None:
             found.append(flat_facts(model, use_orig_params))
     assert different(*found) == []
     assert len(found[0]["handles"]) == 5
-
-
-def test_nothing_is_left_behind() -> None:
-    before = _common_utils._get_module_fsdp_state, _fsdp_state._get_module_fsdp_state
-    with patch_torch():
-        assert _common_utils._get_module_fsdp_state is not before[0]
-        assert _fsdp_init._get_module_fsdp_state is not before[1]
-        assert vars(_fsdp_init)["_get_module_fsdp_state"] is before[1]
-    assert before == (_common_utils._get_module_fsdp_state, _fsdp_state._get_module_fsdp_state)
-    assert type(_fsdp_common) is type(_fsdp_state) is type(dist)
 
 
 def read_of_an_unrun_model() -> list[bool]:
