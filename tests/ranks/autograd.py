@@ -25,6 +25,7 @@ __all__ = [
     "DIM",
     "Block",
     "Case",
+    "Skips",
     "Tower",
     "check_rest",
     "compare",
@@ -65,6 +66,18 @@ class Tower(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+
+class Skips(Tower):
+    """Leaves some of its blocks out."""
+
+    skipped: Any = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i not in self.skipped:
+                x = block(x)
         return self.head(x)
 
 

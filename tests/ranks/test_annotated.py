@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,11 +105,17 @@ def number_of(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[int, int]:
 
 
 def train(
-    model: nn.Module, number: int = 0, size: int = 1, around: Callable[[], Any] = nullcontext
+    model: nn.Module,
+    number: int = 0,
+    size: int = 1,
+    around: Callable[[], Any] = nullcontext,
+    optimizer: Any = None,
+    limit: float | None = None,
 ) -> list[Any]:
-    """Gradients of the first step and the parameters at the end, as they are."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    """Gradients of the first step, norms if clipped, and the parameters at the end, as they are."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     grads: list[Any] = []
+    norms: list[Any] = []
     for step in range(3):
         x = torch.linspace(-1, 1, BATCH * DIM, dtype=torch.float64).view(BATCH, DIM).roll(step, 0)
         x = x.chunk(size)[number]
@@ -120,9 +127,11 @@ def train(
                 loss = spmd.reinterpret(loss, "dp", src=spmd.V, dst=spmd.P)
             loss.backward()
         grads = grads or [param.grad.detach().clone() for param in model.parameters()]
+        if limit is not None:
+            norms.append(fullshard.optim.clip_grad_norm_(model.parameters(), limit))
         optimizer.step()
         optimizer.zero_grad()
-    return [*grads, *model.parameters()]
+    return [*grads, *norms, *model.parameters()]
 
 
 def full(tensors: list[Any]) -> list[Tensor]:
@@ -268,13 +277,15 @@ def test_parameters_and_gradients_are_those_of_pytorchs_fsdp(
         assert [kind for kind, *_ in a.seen] == [kind for kind, *_ in b.seen]
 
 
-def saved_and_loaded(folder: str, layout: Any) -> None:
+@on_ranks(4)
+@layouts
+def test_state_dicts_are_saved_and_loaded(tmp_path: Path, layout: Any) -> None:
     mesh, dims = mesh_of(), Dims(shard="dp")
     trained = sharded(mesh, dims, layout=layout)
     train(trained, *number_of(mesh, ("dp",)))
-    fullshard.checkpoint.save(f"{folder}/ours", trained, step=3)
+    fullshard.checkpoint.save(tmp_path / "ours", trained, step=3)
     fresh = sharded(mesh, dims, layout=layout)
-    fullshard.checkpoint.load(f"{folder}/ours", fresh)
+    fullshard.checkpoint.load(tmp_path / "ours", fresh)
     assert distance(list(fresh.parameters()), list(trained.parameters())) == 0
     full_state = fullshard.checkpoint.full_state_dict(trained)
     if dist.get_rank() == 0:
@@ -283,20 +294,15 @@ def saved_and_loaded(folder: str, layout: Any) -> None:
         }
     if layout != PER_PARAM:
         return
-    checkpoint.save({"model": trained.state_dict()}, checkpoint_id=f"{folder}/dcp")
+    checkpoint.save({"model": trained.state_dict()}, checkpoint_id=tmp_path / "dcp")
     fresh = sharded(mesh, dims, layout=layout)
     state = fresh.state_dict()
-    checkpoint.load({"model": state}, checkpoint_id=f"{folder}/dcp")
+    checkpoint.load({"model": state}, checkpoint_id=tmp_path / "dcp")
     fresh.load_state_dict(state)
     assert distance(list(fresh.parameters()), list(trained.parameters())) == 0
     plain = {"model": blocks().state_dict()}
-    checkpoint.load(plain, checkpoint_id=f"{folder}/dcp")
+    checkpoint.load(plain, checkpoint_id=tmp_path / "dcp")
     assert distance(list(plain["model"].values()), list(trained.parameters())) == 0
-
-
-@layouts
-def test_state_dicts_are_saved_and_loaded(pool: RankPool, tmp_path: Any, layout: Any) -> None:
-    pool.run(4, saved_and_loaded, str(tmp_path), layout)
 
 
 @on_ranks(4)
@@ -322,24 +328,10 @@ def test_full_parameters_and_gradients_are_lent_with_annotations(layout: Any) ->
 @layouts
 def test_clipping_and_the_sharded_optimizer(layout: Any) -> None:
     mesh = mesh_of()
-    model, expected = sharded(mesh, Dims(shard="dp"), layout=layout), blocks()
-    number, size = number_of(mesh, ("dp",))
-    norms = []
-    for one, part in ((model, (number, size)), (expected, (0, 1))):
-        optimizer: Any = torch.optim.AdamW
-        optimizer = (
-            ShardedOptimizer(one.parameters(), optimizer, lr=1e-2)
-            if one is model
-            else optimizer(one.parameters(), lr=1e-2)
-        )
-        for step in range(3):
-            x = torch.linspace(-1, 1, BATCH * DIM, dtype=torch.float64).view(BATCH, DIM) + step
-            one(x.chunk(part[1])[part[0]]).square().mean().backward()
-            norms.append(fullshard.optim.clip_grad_norm_(one.parameters(), 0.5))
-            optimizer.step()
-            optimizer.zero_grad()
-    found = distance([*norms[:3], *model.parameters()], [*norms[3:], *expected.parameters()])
-    assert found <= 1e-12
+    model = sharded(mesh, Dims(shard="dp"), layout=layout)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    found = train(model, *number_of(mesh, ("dp",)), optimizer=optimizer, limit=0.5)
+    assert distance(found, train(blocks(), limit=0.5)) <= 1e-12
 
 
 @on_ranks(4)

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from tests.ranks.autograd import Block, Case, Tower, compare, loss_of, worlds_and_policies
+from tests.ranks.autograd import (
+    Block,
+    Case,
+    Skips,
+    Tower,
+    compare,
+    loss_of,
+    worlds_and_policies,
+)
 from tests.ranks.models import Weighs
 from tests.ranks.pool import RankPool
 from tests.versions import TORCH
@@ -117,16 +125,6 @@ class ReductionsEndWithTheLast(Accumulates):
     def before(self, model: Any, micro: int, reduces: bool) -> None:
         if isinstance(model, fullshard.FSDPModule):
             model.set_is_last_backward(micro == 2)
-
-
-class Skips(Tower):
-    skipped: Any = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            if i not in self.skipped:
-                x = block(x)
-        return self.head(x)
 
 
 class UnitsAreSkippedInPassesThatWait(Accumulates):

@@ -12,6 +12,7 @@ from tests.ranks.autograd import (
     DIM,
     Block,
     Case,
+    Skips,
     Tower,
     compare,
     engine_of,
@@ -94,16 +95,6 @@ class ARootParameterIsUnusedOnOneRank(WithSpares):
 
     def ask(self, model: Any, share: int, number: int) -> None:
         model.asked = share != number % 2
-
-
-class Skips(Tower):
-    skipped: Any = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            if i not in self.skipped:
-                x = block(x)
-        return self.head(x)
 
 
 class UnitsAreSkipped(Case):
