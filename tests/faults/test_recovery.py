@@ -27,6 +27,7 @@ PLANS = {
         4, (Stroke(2, 0, 1, Fault(What.STOP, Phase.FORWARD, 2)),), ((1, 1.4),), replicas=2
     ),
     "in a save": Plan(3, (killed(1, 0, 4, Phase.SAVE),), wire=Wire.SOCKETS, mode="async"),
+    "all but one": Plan(3, (killed(0, 0, 5, Phase.GATHER),), ((2, 0.0),)),
 }
 MACHINES = Plan(3, (killed(1, 0, 7, Phase.FORWARD),), copies=2)
 RAISED = Plan(2, (Stroke(1, 0, 5, Fault(What.RAISE, Phase.BACKWARD)),), every=9, hands_over=True)
@@ -47,11 +48,6 @@ HANDED = {
         replicas=2,
     ),
 }
-MORE = {
-    "stopped": Plan(3, (Stroke(1, 0, 5, Fault(What.STOP, Phase.BACKWARD)),)),
-    "raised": Plan(2, (Stroke(1, 0, 5, Fault(What.RAISE, Phase.FORWARD)),)),
-    "all but one": Plan(3, (killed(0, 0, 5, Phase.GATHER),), ((2, 0.0),)),
-}
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -70,28 +66,27 @@ def test_the_state_of_those_who_are_left_is_taken_over(plan: Plan) -> None:
     assert taken == plan.world - len(plan.killed), seen.told
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        replace(HANDED["a replica is lost"], replicas=1, every=2),
-        Plan(2, (Stroke(1, 0, 5, Fault(What.RAISE, Phase.OPTIMIZER)),), hands_over=True),
-    ],
-    ids=["a shard is lost", "stepped apart"],
-)
-def test_state_that_is_incomplete_is_not_transferred(plan: Plan) -> None:
-    """They go back to what was saved, and say why."""
+INCOMPLETE = {
+    "a shard is lost": replace(HANDED["a replica is lost"], replicas=1, every=2),
+    "stepped apart": Plan(
+        2, (Stroke(1, 0, 5, Fault(What.RAISE, Phase.OPTIMIZER)),), hands_over=True
+    ),
+    # A rank whose step was left by an exception says that it reached it, as do the others.
+    "half-stepped": Plan(
+        2, (Stroke(1, 0, 5, Fault(What.CAUGHT_ALONE, Phase.OPTIMIZER)),), hands_over=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_state_that_is_incomplete_is_not_transferred(name: str) -> None:
+    """They go back to what was saved, and say why, unless a step was left."""
+    plan = INCOMPLETE[name]
     seen = run(plan)
     assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
-    assert "cannot be transferred" in seen.told
-    assert "loads: {'step': 4, 'where': 'disk'}" in seen.told, seen.told
-
-
-def test_half_stepped_weights_are_not_transferred() -> None:
-    """Whose step was left by an exception says that it reached it, as do the others."""
-    stroke = Stroke(1, 0, 5, Fault(What.CAUGHT_ALONE, Phase.OPTIMIZER))
-    seen = run(Plan(2, (stroke,), hands_over=True))
-    assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
-    assert seen.told.count("loads: {'step': 4, 'where': 'disk'}") == 2, seen.told
+    assert "cannot be transferred" in seen.told or name == "half-stepped"
+    loaded = seen.told.count("loads: {'step': 4, 'where': 'disk'}")
+    assert loaded == plan.world - len(plan.killed), seen.told
 
 
 def test_a_machine_is_lost_with_its_memory() -> None:
@@ -99,11 +94,6 @@ def test_a_machine_is_lost_with_its_memory() -> None:
     seen = run(MACHINES)
     assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
     assert seen.told.count("loads: {'step': 6, 'where': 'memory'}") == 2, seen.told
-
-
-@pytest.mark.parametrize("plan", MORE.values(), ids=MORE)
-def test_a_job_goes_on_after_other_faults(plan: Plan) -> None:
-    test_a_job_goes_on_without_ranks_that_are_killed(plan)
 
 
 def test_random_plans_are_the_same_again() -> None:
