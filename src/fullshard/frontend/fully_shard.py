@@ -75,7 +75,7 @@ class MixedPrecisionLike(Protocol):
 
     @property
     def cast_forward_inputs(self) -> bool:
-        """Whether inputs are cast to ``param_dtype``."""
+        """True if inputs are cast to ``param_dtype``."""
 
 
 class ShardOptions(TypedDict, total=False):

@@ -153,7 +153,7 @@ def _put_aside(path: Path, *, removes: bool) -> Path:
 def remove(path: Path) -> None:
     """Remove a checkpoint if it is there, or log why not.
 
-    What an interruption leaves counts as unfinished.
+    If this is interrupted, the files that remain count as an unfinished checkpoint.
     """
     if not os.path.lexists(path):
         return

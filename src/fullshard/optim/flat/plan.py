@@ -176,10 +176,11 @@ class StepPlan:
             run.bind(run.memory(local_part(run.params[0])), run.memory(local_part(grads[first])))
 
     def _places_now(self, params: Sequence[Tensor], grads: Sequence[Any]) -> list[Any] | None:
-        """Return the positions of parameters, and of gradients of those that lie in buffers.
+        """Return the positions of parameters, and of the gradients of parameters in buffers.
 
-        These are the start of each, which of them share a buffer with the one before, and which are
-        contiguous. None if a gradient has no memory, such as a sparse one.
+        A position has three parts: the start in the buffer, whether the buffer is that of the
+        tensor before, and whether the tensor is contiguous. Return None if a gradient has no
+        memory, such as a sparse one.
         """
         shown = [params[n] for n in (*self._alone, *self._placed)]
         locals_now = local_parts(shown + [grads[n] for n in self._placed])
