@@ -1,1 +1,1 @@
-"""On 2, 3 and 4 gloo ranks, all from the one pool of the session."""
+"""Tests on 2, 3 and 4 gloo ranks, which all run in the session's one process pool."""

@@ -1,8 +1,8 @@
-"""Cases of autograd: a model, how it is cut into units, and what happens in a step.
+"""Autograd test cases: each has a model, its units, and the forwards and backwards of a step.
 
-The law of every case: gradients and parameters after each step equal those of the unsharded model
-on the batches of all ranks together, a usual step after the case's own steps included, and between
-steps nothing is left behind.
+After each step, the case's own steps and a final usual step, the gradients and parameters equal
+those of the unsharded model. The unsharded model trains on the batches of all ranks together.
+Between steps, the engine holds no unsharded parameters and no pending work.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = [
     "worlds_and_policies",
 ]
 
-# Every world with every policy would take twice as long and show no more.
+# Running every world with every policy takes twice as long and covers nothing new.
 worlds_and_policies = pytest.mark.parametrize(
     ("world", "reshard"), [(2, None), (2, False), (3, True)]
 )
 
 DIM = 6
-ROWS = 2  # of the batch, on each rank
+ROWS = 2  # batch rows on each rank
 
 
 class Block(nn.Module):
-    """A residual layer of odd sizes."""
+    """A residual block with odd sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks on one another, and a head that belongs to the root."""
+    """A stack of blocks and a head whose parameters belong to the root unit."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Tower(nn.Module):
 
 
 class Skips(Tower):
-    """Leaves some of its blocks out."""
+    """A tower that skips some of its blocks."""
 
     skipped: Any = ()
 
@@ -82,41 +82,41 @@ class Skips(Tower):
 
 
 def loss_of(y: Tensor) -> Tensor:
-    """A mean over the batch, so that the mean over ranks is that of the whole batch."""
+    """Return a mean over the batch, so that the mean over ranks equals the whole batch's loss."""
     return y.sin().flatten(1).sum(1).mean()
 
 
 class Case:
-    """What a test varies; the defaults make a usual training step of a tower."""
+    """The base class of all cases; the defaults make a usual training step of a tower."""
 
     num_steps = 2
     num_warnings = 0
-    """Of the logger "fullshard" on the sharded model."""
+    """Expected number of warnings from the logger "fullshard" on the sharded model."""
     hides = False
-    """Whether memory stays for backwards that nobody sees, until the weights change."""
+    """True: backwards that autograd hooks miss keep memory in use until the weights change."""
     keeps = False
-    """Whether units stay unsharded between steps."""
+    """True: units stay unsharded between steps."""
     limit = 1e-12
-    """How far elements may be from those of the unsharded model, where large ones are about 1."""
+    """Largest allowed difference of an element, relative to the largest element (at least 1)."""
     dtype = torch.float64
 
     def __init__(self, rank: int = 0, world: int = 1, num_shares: int = 1) -> None:
         self.rank = rank
-        """Whose share of the batch comes first in what ``step`` gets."""
+        """Index of the first share of the batch that ``step`` gets."""
         self.world = world
-        """In how many shares the whole batch comes."""
+        """Number of shares in the whole batch."""
         self.num_shares = num_shares
-        """How many shares ``step`` gets: one on a rank, all of them for the unsharded model."""
+        """Number of shares that ``step`` gets: 1 on a rank, all of them for the unsharded model."""
 
     def model(self) -> nn.Module:
         return Tower()
 
     def units(self, model: Any) -> list[Any]:
-        """What ``fully_shard`` is called on, bottom-up."""
+        """Return the modules to pass to ``fully_shard``, inner ones first."""
         return [*model.blocks, model]
 
     def shard(self, model: nn.Module, reshard: bool | None) -> None:
-        """On three ranks in ragged shards, so that every case meets both layouts."""
+        """Shard in ragged layout on three ranks, else per parameter, to cover both layouts."""
         layout = fullshard.Ragged() if self.world == 3 else fullshard.PerParameter()
         for unit in self.units(model):
             fullshard.fully_shard(unit, reshard_after_forward=reshard, layout=layout)
@@ -125,19 +125,19 @@ class Case:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def step(self, model: Any, x: Tensor, number: int) -> None:
-        """Forwards and backwards of one step."""
+        """Run the forwards and backwards of one step."""
         loss_of(model(x)).backward()
 
     def good(self, model: Any, x: Tensor) -> None:
-        """The usual step that ends every case."""
+        """Run the usual step that ends every case."""
         loss_of(model(x)).backward()
 
     def check(self, model: Any) -> None:
-        """Looks at the sharded model at the end."""
+        """Check the sharded model at the end."""
 
 
 def compare(kind: type[Case], reshard: bool | None = None) -> None:
-    """On one rank: train the unsharded model on everything, the sharded one on a share."""
+    """Train the unsharded model on the whole batch and the sharded one on a share; compare them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     case = kind(0, world, world)
     expected = train(case, fill(case.model().to(case.dtype)))
@@ -153,7 +153,7 @@ def compare(kind: type[Case], reshard: bool | None = None) -> None:
 
 
 def train(case: Case, model: nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
-    """Gradients and parameters after each step; of the sharded model this rank's pieces."""
+    """Return gradients and parameters after each step: this rank's part in a sharded model."""
     optimizer = case.optimizer(model)
     seen: list[tuple[str, dict[str, Tensor | None]]] = []
     for number in range(case.num_steps + 1):
@@ -181,7 +181,7 @@ def train(case: Case, model: nn.Module) -> list[tuple[str, dict[str, Tensor | No
 
 
 def gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
-    """Every gradient that the optimizer finds; all ranks must agree on which there are."""
+    """Return the gradients that the optimizer sees; check that all ranks have the same ones."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if isinstance(model, fullshard.FSDPModule) and dist.get_world_size() > 1:
         here = torch.tensor([float(param.grad is not None) for param in params])
@@ -193,7 +193,7 @@ def gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
 
 
 def piece_of(whole: Tensor, like: Tensor) -> Tensor:
-    """What of ``whole`` this rank has if it is cut as ``like`` is."""
+    """Return the part of ``whole`` on this rank when ``whole`` is sharded like ``like``."""
     if not isinstance(like, DTensor):
         return whole
     if isinstance(like, fullshard.RaggedTensor):
@@ -221,14 +221,14 @@ def assert_same(
 
 
 def engine_of(module: nn.Module) -> Engine:
-    """The engine of a sharded module."""
+    """Return the engine of a sharded module."""
     unit = unit_of(module)
     assert unit is not None and unit.engine is not None
     return unit.engine
 
 
 def check_rest(model: nn.Module, *, hides: bool = False) -> None:
-    """Nothing is unsharded, but for unseen backwards, and nothing under way."""
+    """Check that no work is pending and, unless ``hides`` is set, that nothing is unsharded."""
     engine = engine_of(model)
     assert engine.scheduler.idle
     assert not len(engine.scheduler.reductions)

@@ -1,4 +1,4 @@
-"""Optimizers whose state is quantised in blocks: one of our own, torchao's, bitsandbytes'."""
+"""Optimizers with block-quantised state: a test class, torchao's and bitsandbytes'."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 class Coded(Tensor):
-    """Values of four bits, two in a byte, with a scale for each block; no operation knows it."""
+    """Values of 4 bits, two in a byte, with a scale for each block; supports no operation."""
 
     codes: Tensor
     scale: Tensor
@@ -48,7 +48,7 @@ class Coded(Tensor):
 
 
 class CodedMomentum(Optimizer):
-    """Momentum of four bits for large tensors that consist of blocks, else of full precision."""
+    """Momentum SGD with 4 bits for large tensors of whole blocks, else in full precision."""
 
     def __init__(
         self, params: Any, lr: float = 0.1, block: int = 16, least: int = 4096, drawn: bool = False
@@ -56,7 +56,7 @@ class CodedMomentum(Optimizer):
         super().__init__(params, {"lr": lr, "block": block, "least": least, "drawn": drawn})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Like torchao's, it wants its rate as a tensor."""
+        """Store the learning rate as a tensor, as torchao does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["lr"] = torch.as_tensor(group["lr"])
@@ -87,7 +87,7 @@ class CodedMomentum(Optimizer):
 
 
 class Kind(NamedTuple):
-    """A class, its arguments, and the elements that it quantises together."""
+    """An optimizer class, its arguments, and the number of elements in a quantised block."""
 
     cls: type[Optimizer]
     kwargs: dict[str, Any]
@@ -101,16 +101,16 @@ KINDS = {
     "torchao AdamWFp8": "torchao",
     "bitsandbytes AdamW8bit": "bitsandbytes",
 }
-"""The package that each is of."""
+"""The package that has each class; "" for the test's own class."""
 
 
 def is_here(name: str) -> bool:
-    """Return whether there is what a kind needs."""
+    """Return whether the package that a kind needs is installed."""
     return not KINDS[name] or importlib.util.find_spec(KINDS[name]) is not None
 
 
 def kinds(*left_out: str) -> Any:
-    """Parametrise a test, skipping by name what is not installed."""
+    """Parametrise a test over the kinds; skip those whose package is not installed."""
     marks = [
         pytest.param(
             name,
@@ -123,7 +123,7 @@ def kinds(*left_out: str) -> Any:
 
 
 def kind_of(name: str) -> Kind:
-    """Return a class; what importing it warns of is its own affair."""
+    """Return the kind of this name; ignore warnings of the package's import."""
     if not KINDS[name]:
         return Kind(CodedMomentum, {"lr": 0.05}, 16)
     with warnings.catch_warnings():
@@ -134,7 +134,7 @@ def kind_of(name: str) -> Kind:
 
 
 class Net(nn.Module):
-    """Tensors of whole blocks, of blocks and a rest, and small ones of either sort."""
+    """Parameters of whole blocks, of blocks with a remainder, and small ones of both sorts."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

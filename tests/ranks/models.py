@@ -1,4 +1,4 @@
-"""Models, filled by arithmetic so that no test touches the global RNG, and other shared parts."""
+"""Models and helpers that many tests share; values come from arithmetic, not the global RNG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fullshard.comm.ledger import ledgers
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Values in (-1, 1) that look random and depend on nothing but their arguments."""
+    """Return values in (-1, 1) that look random and depend only on the arguments."""
     index = torch.arange(math.prod(shape), dtype=torch.float64)
     return (
         torch.sin(index * 12.9898 + seed * 78.233 + 1).mul(43758.5453).frac().view(shape).to(dtype)
@@ -30,12 +30,12 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 
 def ids(*shape: int, vocab: int, seed: int = 0) -> Tensor:
-    """Token ids."""
+    """Return token ids that depend only on the arguments."""
     return (noise(*shape, seed=seed).abs() * vocab).long().clamp_(max=vocab - 1)
 
 
 def fill(model: nn.Module, scale: float = 0.4) -> nn.Module:
-    """Give every parameter values of its own."""
+    """Give every parameter different values."""
     with torch.no_grad():
         for seed, param in enumerate(model.parameters()):
             values = noise(*param.shape, seed=seed, dtype=param.dtype) * scale
@@ -49,18 +49,18 @@ def shard_units(
     by: Callable[..., Any] = fully_shard,
     **options: Any,
 ) -> Any:
-    """Shard ``units``, which are in ``model``, then the model itself, all with the same options."""
+    """Shard ``units``, modules of ``model``, then ``model``, all with the same options."""
     for unit in units:
         by(unit, **options)
     return by(model, **options)
 
 
 class Trouble(Exception):
-    """An error that tests raise."""
+    """An error that only tests raise."""
 
 
 class Fuse(torch.autograd.Function):
-    """The identity, whose backward raises."""
+    """The identity function, whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: type[BaseException]) -> Tensor:
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.query = nn.Linear(dim, dim)
-        self.key = nn.Linear(dim, dim, bias=False)  # its bias would get nothing but rounding noise
+        self.key = nn.Linear(dim, dim, bias=False)  # the bias gradient is only rounding noise
         self.value = nn.Linear(dim, dim)
         self.out = nn.Linear(dim, dim)
 
@@ -106,7 +106,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small GPT whose sizes divide evenly by nothing in particular."""
+    """A small GPT with sizes that few numbers divide."""
 
     def __init__(
         self, *, vocab: int = 53, dim: int = 20, layers: int = 3, heads: int = 2, length: int = 7
@@ -131,7 +131,7 @@ class GPT(nn.Module):
 
 
 class OddModel(nn.Module):
-    """Tied, frozen, unused and odd-sized parameters; fewer rows than ranks in places."""
+    """A model with tied, frozen, unused and odd-sized parameters, some of fewer rows than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class OddModel(nn.Module):
         self.back = nn.Linear(6, 6)
         self.gain = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(6, 13, bias=False)
-        self.head.weight = self.embed.weight  # tied
+        self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -154,7 +154,7 @@ class OddModel(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the head's."""
+    """A model whose embedding and head share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Tied(nn.Module):
 
 
 class Weighs(nn.Module):
-    """The gradient of its weight is its input."""
+    """A model whose weight has the input as its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Weighs(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two linear layers, one of which is used."""
+    """Two linear layers, of which each forward uses one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Experts(nn.Module):
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole."""
+    """Return every parameter in full."""
     return {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in model.named_parameters()
@@ -197,14 +197,14 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def refusal(kind: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return the message of the error of ``kind`` that a call raises; fail if it raises none."""
+    """Return the message of the ``kind`` error that a call raises; fail if the call raises none."""
     with pytest.raises(kind) as caught:
         call(*args, **kwargs)
     return str(caught.value)
 
 
 def message_of(kind: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return the message of the error of ``kind`` that a call raises; "" if it raises none."""
+    """Return the message of the ``kind`` error that a call raises; "" if the call raises none."""
     try:
         call(*args, **kwargs)
     except kind as error:
@@ -214,7 +214,7 @@ def message_of(kind: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 @contextmanager
 def heard(level: int = logging.INFO) -> Iterator[list[str]]:
-    """Collect the log records of fullshard in the block on this rank, as ``LEVEL: message``."""
+    """Collect this rank's fullshard log records of the block, as ``LEVEL: message``."""
     said: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda one: said.append(f"{one.levelname}: {one.getMessage()}")
@@ -230,9 +230,9 @@ def heard(level: int = logging.INFO) -> Iterator[list[str]]:
 
 
 class Counted:
-    """Counts the collectives of a block: those of our ledgers, and operators of PyTorch.
+    """Count the collectives in a block: those of our ledgers, and PyTorch's operators.
 
-    Without those by which ranks meet, when a group is used for the first time.
+    The collectives by which ranks first meet in a new group are not counted.
     """
 
     total = -1
@@ -256,7 +256,7 @@ def _num_issued() -> int:
 
 
 def shared_folder() -> Path:
-    """Make a folder that all ranks know."""
+    """Make a folder and return its path on all ranks."""
     names = [tempfile.mkdtemp(prefix="fullshard-test-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names)
     return Path(str(names[0]))

@@ -1,4 +1,4 @@
-"""A model with one of each kind of parameter, and PyTorch's two optimizers for it."""
+"""A model with one parameter of each kind, and PyTorch's Muon and AdamW for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """One of each kind of parameter."""
+    """A model with one parameter of each kind."""
 
     def __init__(self, head: str = "decoder", *, tied: bool = False) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ BY_MUON = {
 
 
 def backward(model: nn.Module, number: int, rank: int = 0, world: int = 1) -> None:
-    """Gradients of a share of the rows of batch ``number``."""
+    """Compute the gradients of this rank's share of batch ``number``."""
     ids = (noise(ROWS, 8, seed=number).abs() * VOCAB).long().clamp_(max=VOCAB - 1)
     mine = ids[rank * ROWS // world : (rank + 1) * ROWS // world]
     out = model(mine)
@@ -66,7 +66,7 @@ def backward(model: nn.Module, number: int, rank: int = 0, world: int = 1) -> No
 
 
 class Reference:
-    """PyTorch's two optimizers, each matrix of a parameter of more dims a parameter of its own."""
+    """PyTorch's Muon and AdamW; to Muon, each matrix of a stack is its own parameter."""
 
     def __init__(self, model: nn.Module, lr: float, adamw: dict[str, Any], **options: Any) -> None:
         named = dict(model.named_parameters())

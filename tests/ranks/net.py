@@ -35,7 +35,7 @@ def shard(model: Net, **options: Any) -> Net:
 
 
 def batch(number: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The same on every rank."""
+    """Return batch ``number``, the same on every rank."""
     return noise(4, 6, seed=50 + number, dtype=dtype)
 
 
@@ -44,7 +44,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> float:
-    """One training step; returns the loss."""
+    """Run one training step; return the loss."""
     dtype = next(model.parameters()).dtype
     loss = model(batch(number, dtype)).square().mean()
     loss.backward()
@@ -54,7 +54,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) ->
 
 
 def train_both(script: Callable[[nn.Module], None], **options: Any) -> float:
-    """Run ``script`` on the unsharded and on the sharded model; how far apart they end."""
+    """Run ``script`` on the unsharded and the sharded model; return how far apart they end."""
     plain = make()
     model = shard(copy.deepcopy(plain), **options)
     script(plain)
@@ -63,7 +63,7 @@ def train_both(script: Callable[[nn.Module], None], **options: Any) -> float:
 
 
 def apart(one: nn.Module, other: nn.Module) -> float:
-    """The largest difference between their full parameters."""
+    """Return the largest difference between the full parameters of two models."""
     a, b = full_parameters(one), full_parameters(other)
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in b)

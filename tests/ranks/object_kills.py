@@ -1,10 +1,10 @@
-"""Kill ranks that save to and load from an object store, at any time, and look at what is left.
+"""Kill ranks at random times while they use an object store, and check its checkpoints.
 
     python -m tests.ranks.object_kills 100
 
-Two ranks load the newest checkpoint, compare it with what that step has, and save one step after
-the other. They are killed after a random time. Then every complete checkpoint has to be intact, and
-the newest one may not be older than the last save that had returned on both ranks.
+Two ranks load the newest checkpoint, compare the loaded model with that step's values, and save one
+step after the other. Both ranks are killed after a random time. Then every complete checkpoint must
+be intact, and the newest one must be at least as new as the last save that returned on both ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _LONGEST_S = 0.7
 
 
 class Killed(NamedTuple):
-    """What ``run`` saw."""
+    """The counts of a run."""
 
     kills: int
     steps: int
     unfinished: int
-    """Kills that left data files without a manifest."""
+    """Number of kills that left data files without a manifest."""
 
 
 def state_of(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -57,7 +57,7 @@ def state_of(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _is_of(step: int, model: nn.Module) -> bool:
-    """Return whether the model has the parameters that this step has."""
+    """Return whether the model has the parameters of this step."""
     own, _ = state_of(step)
     pairs = zip(own.parameters(), model.parameters(), strict=True)
     return all(torch.equal(_local(a), _local(b)) for a, b in pairs)
@@ -73,7 +73,7 @@ def rank_main(rank: int, port: int, root: str, acknowledged: Path, mode: str) ->
     dist.init_process_group("gloo", store=store, rank=rank, world_size=_WORLD)
     delays = random.Random(os.getpid())
     checkpointer = checkpoint.Checkpointer(root, keep=2, mode=mode)
-    with trouble(lambda *_: time.sleep(delays.random() * 0.01)):  # there is a network in between
+    with trouble(lambda *_: time.sleep(delays.random() * 0.01)):  # the delay of a network
         model, optimizer = state_of(0)
         loaded = checkpointer.load(model, optimizer)
         step = loaded.step if loaded is not None else 0
@@ -88,13 +88,13 @@ def rank_main(rank: int, port: int, root: str, acknowledged: Path, mode: str) ->
 
 
 def _last(acknowledged: Path) -> int:
-    """Return the last step whose save had returned on both ranks."""
+    """Return the last step whose save returned on both ranks."""
     files = [acknowledged.with_suffix(f".{rank}") for rank in range(_WORLD)]
     return min(int(one.read_text() or 0) if one.exists() else 0 for one in files)
 
 
 def run(folder: Path, *, kills: int, seed: int) -> Killed:
-    """Kill two ranks so many times; raise ``AssertionError`` if anything is lost or half-read."""
+    """Kill two ranks ``kills`` times; raise ``AssertionError`` on a lost save or a wrong load."""
     command = [sys.executable, "-m", "tests.ranks.object_kills", "spawn", str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
         try:
@@ -114,9 +114,9 @@ def _run(folder: Path, kills: int, dice: random.Random, ask: Any, told: Any) -> 
         pids = [int(one) for one in told.readline().split()]
         began_s = time.monotonic()
         while not told_to_go(acknowledged, known) and time.monotonic() - began_s < 30:
-            time.sleep(0.005)  # the ranks have found each other, and save
+            time.sleep(0.005)  # until both ranks have connected and saved
             if number % 3 == 0:
-                break  # kill them earlier, while they load
+                break  # kill every third pair of ranks earlier, during the load
         time.sleep(dice.random() * _LONGEST_S)
         for pid in dice.sample(pids, len(pids)):
             os.kill(pid, signal.SIGKILL)
@@ -147,7 +147,7 @@ def _prefixes(root: Path) -> set[str]:
 
 
 def spawn() -> None:
-    """Fork ranks for each line of the input, so that no rank has to import torch."""
+    """Fork two ranks for each line of input, so that no rank has to import torch again."""
     for line in sys.stdin:
         root, acknowledged, mode = line.split()
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -1,8 +1,9 @@
-"""An object store over a local folder, which all ranks see, as a filesystem of fsspec.
+"""An emulated object store: a filesystem of fsspec over a local folder that all ranks share.
 
-The URL ``emulated:///folder/run`` names the objects in ``/folder/run``. An object appears whole or
-not at all when its upload ends; it cannot be renamed, appended to or written in the middle. Each
-process caches listings, as with other filesystems of fsspec. ``trouble`` lets tests fail requests.
+The URL ``emulated:///folder/run`` names the objects in ``/folder/run``. An object appears as a
+whole when its upload ends, or never. No object can be renamed, appended to or written in the
+middle. Each process caches listings, as other filesystems of fsspec do. ``trouble`` lets tests fail
+requests.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ _troubles: list[Callable[[str, str], object]] = []
 
 @contextmanager
 def trouble(raises: Callable[[str, str], object]) -> Iterator[None]:
-    """Call ``raises`` with the kind and the name of each request of this process in the block.
+    """Call ``raises(kind, name)`` before each request that this process makes in the block.
 
-    Kinds are "list", "get", "put", "put answered" (the object is there), "part" and "delete".
+    Kinds are "list", "get", "put", "put answered" (after the object is stored), "part" and
+    "delete".
     """
     _troubles.append(raises)
     try:
@@ -42,13 +44,13 @@ def _request(kind: str, path: str) -> None:
 
 
 def objects(folder: Path) -> dict[str, bytes]:
-    """Return all objects below a folder, by their names relative to it."""
+    """Return the contents of all objects below a folder, by name relative to the folder."""
     found = sorted(one for one in folder.rglob("*") if one.is_file() and _UPLOADS not in one.parts)
     return {str(one.relative_to(folder)): one.read_bytes() for one in found}
 
 
 class EmulatedStore(AbstractFileSystem):
-    """See the module."""
+    """The emulated store; the module describes it."""
 
     protocol = "emulated"
     cachable = True
@@ -77,7 +79,7 @@ class EmulatedStore(AbstractFileSystem):
                 continue
             if one.is_file():
                 found.append({"name": str(one), "size": one.stat().st_size, "type": "file"})
-            elif objects(one):  # a prefix without objects is not there
+            elif objects(one):  # a prefix without objects does not exist
                 found.append({"name": str(one), "size": 0, "type": "directory"})
         return found
 

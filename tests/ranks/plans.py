@@ -1,4 +1,4 @@
-"""Jobs that are run dry and in earnest: models, their sharding, and what a real run counts."""
+"""Jobs that run both dry and for real: models, shardings, and the counts of a real run."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from tests.recording import CollectiveCall, Recording, recordings
 
 STEPS = 2
 LEAST_SHARED_NBYTES = 1 << 16
-"""Of what the wire maps at once; no tensor of these models is as large."""
+"""Allocations below this size count; shared memory is mapped in larger pieces."""
 _TASK = re.compile(r"task=\d+")
 
 
 class Experts(nn.Module):
-    """Four experts of which one never runs, each a unit."""
+    """Four experts, each a unit; the last one never runs."""
 
     def __init__(self, dim: int = 24) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Experts(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Frozen layers beside small trainable ones."""
+    """Frozen layers with small trainable adapters."""
 
     def __init__(self, dim: int = 32, layers: int = 3, low: int = 4) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Adapted(nn.Module):
 
 
 class Twice(nn.Module):
-    """Two units, each used twice."""
+    """Two units, each used twice in a forward."""
 
     def __init__(self, dim: int = 32) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Twice(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the head's, around two blocks."""
+    """An embedding and a head with one weight, around two blocks."""
 
     def __init__(self, vocab: int = 64, dim: int = 32) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def small() -> GPT:
 
 
 def smaller() -> GPT:
-    """Two blocks are less than ``LEAST_SHARED_NBYTES``, and the last one is alone."""
+    """Return a GPT of five blocks; a unit of two is smaller than ``LEAST_SHARED_NBYTES``."""
     return GPT(dim=16, layers=5, length=16)
 
 
@@ -169,7 +169,7 @@ def flat(**options: Any) -> Callable[[nn.Module, DeviceMesh], Any]:
 
 
 def tolerant(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Experts that ranks may skip."""
+    """Shard a model whose experts ranks may skip."""
     fullshard.shard_blocks(model, mesh)
     for expert in model.experts:  # type: ignore[union-attr]
         expert.set_skip_tolerance(True)
@@ -186,7 +186,7 @@ def parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A job."""
+    """A job: a model, its batch, sharding, mesh and optimizer."""
 
     model: Callable[[], nn.Module] = small
     batch: Callable[[], Any] = tokens
@@ -263,32 +263,32 @@ OFFLOADED = {
 
 
 def with_a_host() -> Hardware:
-    """A CPU that counts as a device beside a host."""
+    """Return the hardware of a CPU that counts as a device with a separate host."""
     host = Host(memory_nbytes=1 << 40, memory_bandwidth=1e10, bus_bandwidth=1e10)
     return replace(hardware_of("cpu"), device="cuda", host=host)
 
 
 @dataclass
 class Found:
-    """What a run is compared by, on one rank."""
+    """The counts of a run on one rank, for comparison."""
 
     actions: str
     exchanges: Counter[tuple[str, int, int]]
-    """How often each collective ran: its name, number of ranks and bytes."""
+    """Number of calls of each collective, by name, number of ranks and bytes."""
     buffers: dict[str, int]
-    """The most bytes that the engine's buffers of each kind held."""
+    """Peak bytes of the engine's buffers, by kind."""
     parameters: int
     gradients: int
     optimizer_state: int
     peak: int
     home: dict[str, int] = field(default_factory=dict)
-    """Of offloaded jobs, what is in the host's memory, by kind; the others count the device's."""
+    """Bytes in host memory by kind, for offloaded jobs; the other fields count device memory."""
     crossings: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """How often so many bytes crossed to the device, and to the host."""
+    """Number of copies between host and device, by direction and bytes."""
 
 
 def real_offloaded(case: Case) -> Found:
-    """Train with shards on the host, which is the device as well, but counts apart."""
+    """Train with offloaded shards; the CPU is host and device, and the two are counted apart."""
     face = sys.modules["fullshard.flat.wrapper"]
     with a_bus() as crossings, patch.object(face, "as_offload", lambda *_: Offload(pinned=True)):
         found = real(case, crossings)
@@ -299,11 +299,11 @@ def real_offloaded(case: Case) -> Found:
 
 
 def real(case: Case, crossings: Any = ()) -> Found:
-    """Train for a few steps, and count in the last one."""
+    """Train for a few steps and return the counts of the last one."""
     mesh = init_device_mesh(
         "cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh.keys())
     )
-    gc.collect()  # or what an earlier test leaves behind would be freed in this one
+    gc.collect()  # free what earlier tests left, which this trace would count as freed
     with tracing.memory(below=LEAST_SHARED_NBYTES) as trace:
         batch = case.batch()
         model = case.model()
@@ -347,7 +347,7 @@ def real(case: Case, crossings: Any = ()) -> Found:
 
 
 def dry(case: Case, rank: int, hardware: Hardware | None = None) -> Found:
-    """Run the same dry."""
+    """Return the counts of a dry run of the same job."""
     hardware = hardware or hardware_of("cpu")
     job = Job(
         case.model(), case.batch(), case.mesh, rank, hardware, case.shard, squares,
@@ -374,7 +374,7 @@ def dry(case: Case, rank: int, hardware: Hardware | None = None) -> Found:
 
 
 def exchange(wire: Recording, call: CollectiveCall) -> tuple[str, int, int]:
-    """A recorded collective as a dry run tells it."""
+    """Return a recorded collective as a dry run reports it."""
     nbytes = call.numel * call.dtype.itemsize
     if call.kind == "all_gather":
         return "all_gather", wire.world, nbytes * wire.world
@@ -383,7 +383,7 @@ def exchange(wire: Recording, call: CollectiveCall) -> tuple[str, int, int]:
 
 
 def gradients_of(engine: Engine, model: nn.Module) -> int:
-    """Bytes of reduced gradients, of small ones kept for the next step, and of flags' constants."""
+    """Return the bytes of reduced gradients, of small ones that are kept, and of flag constants."""
     reducers = [
         bucket.gradients
         for unit in engine.units
@@ -396,20 +396,20 @@ def gradients_of(engine: Engine, model: nn.Module) -> int:
 
 
 def constants_of(engine: Engine) -> int:
-    """Bytes of what flags are filled from."""
+    """Return the bytes of the constants that gradient flags are copied from."""
     buckets = [bucket for unit in engine.units for bucket in unit.buckets if bucket.gradients]
     inputs = [one for bucket in buckets for one in bucket.gradients._sets.now.inputs.values()]
     return nbytes_of([ones for buffer in inputs for ones in buffer._ones.values()])
 
 
 def staging_of(engine: Engine) -> int:
-    """Bytes of the pinned memory from which offloaded shards cross."""
+    """Return the bytes of the pinned memory that offloaded shards are copied through."""
     wholes = [bucket.materialized for unit in engine.units for bucket in unit.buckets]
     return nbytes_of(one._gather._outbound._host for one in wholes)
 
 
 def nbytes_of(tensors: Iterable[Any]) -> int:
-    """Bytes of the memory that ``tensors`` are in, each once."""
+    """Return the bytes of the storages of ``tensors``, each counted once."""
     storages = {}
     for tensor in tensors:
         if isinstance(tensor, Tensor):
@@ -421,5 +421,5 @@ def nbytes_of(tensors: Iterable[Any]) -> int:
 
 
 def untold(transcript: Transcript) -> str:
-    """The transcript without autograd's numbers of tasks, which go on from other models."""
+    """Return the transcript without autograd's task numbers, which continue across models."""
     return _TASK.sub("task", str(transcript))

@@ -7,12 +7,12 @@
     def test_gather_to_one(pool):
         assert pool.run(2, gather_to_one) == [[0, 1], None]    # every rank's result, in rank order
 
-Starting a process and importing torch takes seconds, a job on a running process a millisecond.
-Functions travel by name, arguments and results by value: plain pickle
-copies tensors, where multiprocessing's own would pass file descriptors to shared memory.
+Starting a process and importing torch takes seconds; a job on a running process takes a
+millisecond. Functions are sent by name, arguments and results by value. Plain pickle copies
+tensors, while multiprocessing's pickler would pass file descriptors of shared memory.
 
-A rank that raises fails the test with its traceback. A rank that hangs or dies fails it with its
-Python stack; then every process of the pool is killed, and the next job starts new ones.
+If a rank raises, the test fails with the rank's traceback. If a rank hangs or dies, the test fails
+with the rank's Python stack, every process of the pool is killed, and the next job starts new ones.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from tests.ranks import worker
 MAX_WORLD = 8
 START_TIMEOUT_S = 120.0
 SETTLE_TIMEOUT_S = 10.0
-GRACE_S = 2.0  # how long the others may take to answer once one rank has failed
+GRACE_S = 2.0  # the time that the other ranks have to answer after one has failed
 
 every_world = pytest.mark.parametrize("world", [2, 3, 4])
 
 
 def on_ranks(*worlds: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the body of a test on every rank, in each of these worlds; options as run has them.
+    """Run the body of a test on every rank, once for each of ``worlds``; ``options`` go to ``run``.
 
-    The test stands at the top of a module and takes fixtures and parameters as any other does. If
-    there are several worlds, it takes ``world`` too. The process group is ready.
+    The test is defined at module level and takes fixtures and parameters as any other does. If
+    there are several worlds, the test may take ``world`` too. The process group is ready.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -74,12 +74,12 @@ def on_ranks(*worlds: int, **options: Any) -> Callable[[Callable[..., None]], Ca
 
 
 class RankError(Exception):
-    """A job failed; the message holds what each failing rank said and where each stuck one is."""
+    """A failed job; the message has each failing rank's error and each stuck rank's stack."""
 
 
 @dataclass
 class Rank:
-    """One process of the pool, seen from the test session."""
+    """A process of the pool, as the test session sees it."""
 
     number: int
     process: BaseProcess
@@ -87,7 +87,7 @@ class Rank:
     stack_path: Path
 
     def stack(self, timeout_s: float = 2.0) -> str:
-        """This process's Python stacks, written by its signal handler even inside a C++ wait."""
+        """Return the process's Python stacks; a signal handler writes them, even in a C++ wait."""
         if self.process.is_alive() and self.process.pid is not None:
             os.kill(self.process.pid, worker.STACK_SIGNAL)
         deadline = time.monotonic() + timeout_s
@@ -101,7 +101,7 @@ class Rank:
         return "\n\n".join(threads) or "(no stack)"
 
     def kill(self) -> None:
-        """End this process, whatever it is doing."""
+        """Kill this process, even if it hangs."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -109,35 +109,35 @@ class Rank:
 
 @dataclass
 class Outcome:
-    """What the ranks of one job answered."""
+    """The replies and problems of the ranks of one job."""
 
     replies: dict[int, worker.Reply] = field(default_factory=dict)
-    problems: list[tuple[float, str]] = field(default_factory=list)  # when, what
-    lost: bool = False  # some rank hangs or died, so the pool is of no more use
+    problems: list[tuple[float, str]] = field(default_factory=list)  # time of failure, text
+    lost: bool = False  # True: a rank hangs or died, so the pool cannot be used again
 
     def report(self, title: str, text: str, *, when: float) -> None:
-        """Note what went wrong on one rank."""
+        """Record a failure of one rank."""
         self.problems.append((when, f"---- {title} ----\n{text.rstrip()}\n"))
 
     def text(self) -> str:
-        """All problems, the earliest first: one rank's mistake often fails the others later."""
+        """Return all problems, earliest first: one rank's failure often causes the others'."""
         return "\n".join(text for _, text in sorted(self.problems))
 
 
 class RankPool:
-    """Up to ``MAX_WORLD`` processes, started when a job first needs them."""
+    """A pool of up to ``MAX_WORLD`` processes, which start when a job first needs them."""
 
     def __init__(
         self, warning_filters: Sequence[str] = (), lanes: Counter[str] | None = None
     ) -> None:
-        """``lanes``: run every job under the checker of ``tests/lanes``, and add its figures."""
+        """Prepare the pool; ``lanes`` sums the counts of the ``tests/lanes`` checker over jobs."""
         self._warning_filters = tuple(warning_filters)
         self._lanes = lanes
         self._ranks: list[Rank] = []
         self._store: dist.TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._group = 0  # number of the newest process group
-        self._group_world: int | None = None  # its world; None: the next job makes another
+        self._group_world: int | None = None  # its size; None: the next job makes a new group
 
     def run(
         self,
@@ -148,10 +148,10 @@ class RankPool:
         process_group: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on ranks 0 to ``world - 1``; their results in rank order.
+        """Call ``fn(*args, **kwargs)`` on ranks 0 to ``world - 1``; return results in rank order.
 
-        ``fn`` stands at the top of a module and finds the default gloo group of exactly ``world``
-        ranks, or none with ``process_group=False``. Arguments and results are copies.
+        ``fn`` is defined at module level and finds the default gloo group of exactly ``world``
+        ranks, or no group with ``process_group=False``. Arguments and results are copies.
 
         Raises:
             RankError: a rank raised, died, or gave no answer within ``timeout_s`` seconds; or the
@@ -200,10 +200,10 @@ class RankPool:
         self.close()
 
     def _choose_group(self, world: int | None) -> int | None:
-        """The newest group if it fits, else the number of a new one, which the ranks then make.
+        """Return the newest group's number if its size fits, else a new number.
 
-        A number is never used twice, not even after a job without a group in between: the store
-        still holds the addresses of the old group's sockets under it.
+        A number is never used twice, even if a job without a group ran in between: under the old
+        number the store still holds socket addresses of the old group.
         """
         if self._group_world != world:
             self._group += 1
@@ -211,7 +211,7 @@ class RankPool:
         return self._group if world is not None else None
 
     def _round(self, job: worker.Job, name: str, timeout_s: float) -> list[worker.Reply]:
-        """Hand the job to its ranks and wait for all of them."""
+        """Send the job to its ranks and wait for all of them."""
         __tracebackhide__ = True
         self._start(job.world)
         ranks = self._ranks[: job.world]
@@ -219,7 +219,7 @@ class RankPool:
             for rank in ranks:
                 rank.pipe.send_bytes(pickle.dumps(job))
             outcome = _collect(ranks, timeout_s)
-        except BaseException:  # Ctrl-C between question and answer: nobody will read the answer
+        except BaseException:  # e.g. Ctrl-C: nobody would read the replies, so end the ranks
             self.close()
             raise
         if not outcome.problems:
@@ -230,7 +230,7 @@ class RankPool:
         raise RankError(f"{name} failed on {job.world} ranks\n\n{outcome.text()}")
 
     def _start(self, world: int) -> None:
-        """Make sure that there are ``world`` processes, all of them through their imports."""
+        """Ensure that ``world`` processes run and have finished their imports."""
         if self._store is None:
             self._store = dist.TCPStore(worker.HOST, 0, is_master=True, wait_for_workers=False)
             self._folder = tempfile.TemporaryDirectory(prefix="fullshard-ranks-")
@@ -247,7 +247,7 @@ class RankPool:
                 raise RankError(f"rank {rank.number} died while starting") from None
 
     def _spawn(self, number: int) -> Rank:
-        """Start one process; it says "ready" through its pipe later."""
+        """Start one process, which sends "ready" through its pipe later."""
         assert self._store is not None and self._folder is not None
         path = Path(self._folder.name) / f"rank{number}.txt"
         station = worker.Station(number, self._store.port, str(path), self._warning_filters)
@@ -255,12 +255,12 @@ class RankPool:
         ours, theirs = context.Pipe()
         process = context.Process(target=worker.main, args=(station, theirs), daemon=True)
         process.start()
-        theirs.close()  # so that a dead process shows as the end of the pipe
+        theirs.close()  # so that the death of the process closes the pipe
         return Rank(number, process, ours, path)
 
 
 def _collect(ranks: Sequence[Rank], timeout_s: float) -> Outcome:
-    """Every rank's reply; once one fails, the others have ``GRACE_S`` left."""
+    """Return every rank's reply; after the first failure, the others get ``GRACE_S`` seconds."""
     outcome = Outcome()
     start = time.monotonic()
     deadline = start + timeout_s
@@ -283,7 +283,7 @@ def _collect(ranks: Sequence[Rank], timeout_s: float) -> Outcome:
 
 
 def _receive(rank: Rank, outcome: Outcome) -> None:
-    """Take one rank's reply, or note that there will be none."""
+    """Read one rank's reply, or record that the rank died."""
     try:
         reply: worker.Reply = pickle.loads(rank.pipe.recv_bytes())
     except (EOFError, ConnectionResetError):
@@ -298,10 +298,10 @@ def _receive(rank: Rank, outcome: Outcome) -> None:
 
 
 def _settle() -> None:
-    """Meet the other ranks.
+    """Meet the other ranks at a barrier.
 
-    A test whose ranks ran different numbers of collectives gets stuck here and fails itself;
-    without this the next test would meet its leftovers.
+    A test whose ranks ran different numbers of collectives hangs here and fails. Without the
+    barrier, the next test would receive the leftover collectives.
     """
     if dist.is_initialized():
         dist.barrier()

@@ -1,4 +1,4 @@
-"""RaggedTensors built by hand on meshes of any dims, cut at other places on every tp coordinate."""
+"""RaggedTensors built by hand on meshes of several dims, with different cuts per tp coordinate."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ __all__ = [
     "whole_of",
 ]
 
-CUT = None  # stands for the RaggedShard in the placements of a case
+CUT = None  # in a case's placements, the place of the RaggedShard
 
 
 class Case(NamedTuple):
-    """A mesh of four ranks and what lies on its dims."""
+    """A mesh of four ranks and the placement on each of its dims."""
 
     mesh_shape: tuple[int, ...]
     placements: tuple[Placement | None, ...]
@@ -61,11 +61,11 @@ CASES: dict[str, Case] = {
     "copies_and_columns": Case((1, 1, 2, 2), (Replicate(), CUT, Replicate(), Shard(1))),
 }
 
-SHAPES = [(5, 3), (1, 7), (3, 2, 5), (0, 3), (2, 2)]  # uneven by every mesh, or too small for it
+SHAPES = [(5, 3), (1, 7), (3, 2, 5), (0, 3), (2, 2)]  # uneven on every mesh, or smaller than it
 
 
 def cut_lengths(numel: int, num_ranks: int, seed: int) -> list[int]:
-    """How many elements each rank gets; often none."""
+    """Return the number of elements of each rank; many are 0."""
     chance = random.Random(seed)
     cuts = sorted(chance.randint(0, numel) for _ in range(num_ranks - 1))
     return [b - a for a, b in zip([0, *cuts], [*cuts, numel], strict=True)]
@@ -74,7 +74,7 @@ def cut_lengths(numel: int, num_ranks: int, seed: int) -> list[int]:
 def ragged(
     whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement | None], seed: int = 0
 ) -> RaggedTensor:
-    """``whole`` as a RaggedTensor; tensor parallelism is cut by torch's own DTensor."""
+    """Return ``whole`` as a RaggedTensor; PyTorch's DTensor shards it over tensor-parallel dims."""
     dim = list(placements).index(CUT)
     plain = [Replicate() if one is CUT else one for one in placements]
     part = distribute_tensor(whole.detach(), mesh, plain, src_data_rank=None).to_local()
@@ -95,8 +95,10 @@ def ragged(
 
 
 def dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """``whole`` as an ordinary DTensor, without communication, uneven ``_StridedShard`` included:
-    torch's own scatter asserts there."""
+    """Return ``whole`` as an ordinary DTensor, without communication.
+
+    PyTorch's own scatter fails an assertion for an uneven ``_StridedShard``.
+    """
     return distribute_tensor(whole.detach().clone(), mesh, placements, src_data_rank=None)
 
 
@@ -105,9 +107,9 @@ def strided(dim: int, factor: int) -> Placement:
 
 
 def whole_of(tensor: Any) -> Any:
-    """The full tensor of a DTensor of all ranks; what is none stays as it is.
+    """Return the full tensor of a DTensor of all ranks, or ``tensor`` itself if it is no DTensor.
 
-    Before 2.13 PyTorch itself gathers strided parts only where others are cut the same way.
+    Before 2.13, PyTorch gathers strided shards only if the other placements are cut the same way.
     """
     if not isinstance(tensor, DTensor):
         return tensor

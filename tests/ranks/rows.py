@@ -1,4 +1,4 @@
-"""One little program, run with PyTorch's FSDP2 and with ours: what they show, side by side."""
+"""Programs that run with PyTorch's FSDP2 and with fullshard, whose observations are compared."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.ranks.net import Net
 from tests.ranks.pool import RankPool
 
 Program = Callable[[Any], Any]
-"""Takes the module that has the public names; returns what it saw, in dictionaries and lists."""
+"""A program: takes the module with the public names; returns its observations."""
 
 TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception, by the names of its classes, the most special one first."""
+    """An exception: the names of its classes, the most derived one first."""
 
     kinds: tuple[str, ...]
 
 
 def raised(call: Callable[[], object]) -> Raised | str:
-    """What ``call`` raises."""
+    """Return the exception that ``call`` raises, or a note that it raises none."""
     try:
         call()
     except Exception as error:
@@ -41,7 +41,7 @@ def raised(call: Callable[[], object]) -> Raised | str:
 
 
 def whole(tensor: Any) -> Any:
-    """The full tensor, detached; None stays None."""
+    """Return a detached copy of the full tensor; None stays None."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return None if tensor is None else tensor.detach().clone()
@@ -52,7 +52,7 @@ def grads(module: nn.Module) -> dict[str, Any]:
 
 
 def shown(module: nn.Module) -> list[str]:
-    """How each parameter is registered at the moment."""
+    """Return for each parameter whether it is registered sharded or whole."""
     return ["sharded" if isinstance(p, DTensor) else "whole" for p in module.parameters()]
 
 
@@ -61,7 +61,7 @@ def shard(fsdp: Any, model: Net, **options: Any) -> Any:
 
 
 def differences(theirs: Any, ours: Any, where: str = "") -> list[str]:
-    """Where two observations are not alike; our exceptions may be more than theirs."""
+    """List the differences of two observations; our exceptions may derive from PyTorch's."""
     if isinstance(theirs, Raised) and isinstance(ours, Raised):
         alike = theirs.kinds[0] in ours.kinds
     elif isinstance(theirs, dict) and isinstance(ours, dict) and theirs.keys() == ours.keys():
@@ -88,7 +88,7 @@ def with_torch(program: Program) -> Any:
 
 
 def outcomes(program: Program) -> tuple[Any, Any]:
-    """What PyTorch's shows, and ours."""
+    """Return the observations with PyTorch and with fullshard."""
     return with_torch(program), program(fullshard)
 
 
@@ -99,7 +99,7 @@ def compare(program: Program) -> list[str]:
 
 
 def each(*programs: Any) -> Any:
-    """The programs of a test, by name; ``pytest.param`` around those that have marks."""
+    """Parametrise a test over programs; ``pytest.param`` adds marks."""
     return pytest.mark.parametrize("program", programs, ids=lambda program: program.__name__)
 
 

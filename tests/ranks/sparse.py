@@ -1,4 +1,4 @@
-"""A model of which each rank runs other parts, and the unsharded model that does the same."""
+"""A model of which each rank runs different parts, and the unsharded model for comparison."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.ranks.models import fill, noise
 __all__ = ["Case", "Parts", "Sparse", "apart", "difference", "draw", "shard", "train"]
 
 Parts = Sequence[Sequence[int]]
-"""By block: the experts that run, in their order; an empty block is left out where it may be."""
+"""The experts that run, in order, for each block; a block without experts may be skipped."""
 
 DIM, NUM_BLOCKS, NUM_EXPERTS = 5, 2, 3
 
 
 class Expert(nn.Module):
-    """Two layers, the second of which may be a unit of its own."""
+    """Two layers; the second may be its own unit."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Sparse(nn.Module):
-    """Blocks of experts; ``drops`` leaves out blocks that run no expert."""
+    """Blocks of experts; with ``drops``, blocks that run no expert are skipped."""
 
     def __init__(self, *, drops: bool = False) -> None:
         super().__init__()
@@ -77,22 +77,22 @@ class Sparse(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """What is sharded and how, and what ranks may skip."""
+    """How a model is sharded, and the parts that ranks may skip."""
 
     shape: tuple[int, ...] = ()
-    """Of the mesh, copies first; empty: all ranks on one dim."""
+    """Shape of the mesh, replicas first; empty: all ranks on one dim."""
     options: dict[str, Any] = field(default_factory=dict)
-    """For ``fully_shard`` or ``FullyShardedDataParallel``."""
+    """Options of ``fully_shard`` or ``FullyShardedDataParallel``."""
     flat: bool = False
     skips: str = "experts"
-    """What may be skipped: "nothing", "experts", "blocks" (with all inside), or "nested", both."""
+    """Parts that ranks may skip: "nothing", "experts", "blocks" (whole), or "nested" (both)."""
     inner: bool = False
-    """True: ``down`` of each expert is a unit as well."""
+    """True: ``down`` of each expert is its own unit."""
     checkpoints: str = ""
-    """Where activations are checkpointed: "", "blocks" or "experts"; with "!" they reenter."""
+    """Checkpointed parts: "", "blocks" or "experts"; a final "!" means reentrant."""
     accumulate: int = 1
     frozen: tuple[str, ...] = ()
-    """Parts of names of parameters that are frozen."""
+    """Substrings of the names of frozen parameters."""
     dtype: torch.dtype = torch.float64
 
     def model(self) -> Sparse:
@@ -106,7 +106,7 @@ class Case:
 
 
 def shard(model: Sparse, case: Case) -> Any:
-    """``model`` with units for blocks and experts, some of which ranks may skip."""
+    """Shard ``model`` into units for blocks and experts, some of which ranks may skip."""
     options = dict(case.options)
     if case.shape:
         names = ("copies", "shards")[-len(case.shape) :]
@@ -136,7 +136,7 @@ def shard(model: Sparse, case: Case) -> Any:
 
 
 def draw(seed: int, world: int, steps: int, case: Case) -> list[list[list[Parts]]]:
-    """By step, microbatch and rank: the parts that run, the same on all ranks."""
+    """Draw the parts that run by step, microbatch and rank; all ranks draw the same."""
     chance = random.Random(seed)
 
     def block(rank: int) -> list[int]:
@@ -153,7 +153,7 @@ def draw(seed: int, world: int, steps: int, case: Case) -> list[list[list[Parts]
 
 
 def loss_of(model: nn.Module, rank: int, number: int, parts: Parts, dtype: torch.dtype) -> Tensor:
-    """The loss of a rank's batch; the outputs of repeated parts count as often."""
+    """Return the loss of a rank's batch; an expert listed twice contributes twice."""
     out: Tensor = model(noise(2, DIM, seed=10 * number + rank, dtype=dtype), parts)
     return out.square().mean()
 
@@ -163,7 +163,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(program: list[list[list[Parts]]], case: Case) -> float:
-    """How far the sharded model ends from the unsharded one that gets the mean of all ranks."""
+    """Return how far the sharded model ends from an unsharded one on the batches of all ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
     plain = case.model()
     model = shard(copy.deepcopy(plain), case)
@@ -189,14 +189,14 @@ def train(program: list[list[list[Parts]]], case: Case) -> float:
 
 
 def difference(model: nn.Module, plain: nn.Module) -> float:
-    """The largest difference of parameters and gradients, infinite where one has none."""
+    """Return the largest difference of parameters and gradients; infinite if one is missing."""
     with fullshard.unshard_params(model, with_grads=True, writeback=False):
         pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
         return max(max(apart(a, b), apart(a.grad, b.grad)) for a, b in pairs)
 
 
 def apart(a: Tensor | None, b: Tensor | None) -> float:
-    """The largest difference between two tensors, infinite if only one is None."""
+    """Return the largest difference between two tensors; infinite if only one is None."""
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
     return (a.detach() - b.detach()).abs().max().item()

@@ -1,9 +1,9 @@
-"""The strict mode that every job on ranks runs in: no backward reads freed memory unnoticed.
+"""The strict mode around every job on ranks: it fails a backward that reads freed memory.
 
-Parameters whose memory comes and goes make one mistake possible that autograd cannot see: a unit
-resharded too early, and a backward that reads what is left. That kills the process or, worse, gives
-wrong gradients. Here each tensor that autograd saves is looked at when it is saved and when it is
-read, and the test fails with its shape.
+The engine frees and restores the memory of parameters, which allows a mistake that autograd cannot
+see: a unit is resharded too early, and a backward reads freed memory. The process then crashes or,
+worse, computes wrong gradients. In strict mode, each tensor that autograd saves is checked when it
+is saved and again when it is read. A test that fails names the tensor's shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["check_memory", "left", "size_in_use", "strict"]
 
 
 class _Saved(NamedTuple):
-    """What autograd keeps of a tensor: an alias, because an output would hold its own graph."""
+    """A saved tensor: an alias, because a saved output would keep its own graph alive."""
 
     alias: Tensor
     version: int
@@ -30,11 +30,11 @@ class _Saved(NamedTuple):
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """What a worker enters around each job.
+    """Check every saved tensor in the block; workers enter this mode around each job.
 
-    Only the innermost pair of hooks is ever called, so an activation checkpoint's own hooks would
-    hide what it recomputes: while this lasts, every pair is made to check. ``torch.func`` refuses
-    to work under saved-tensor hooks of any kind.
+    Autograd calls only the innermost pair of hooks, so the hooks of an activation checkpoint would
+    hide its recomputed tensors. Therefore every pair of hooks also checks, in this mode.
+    ``torch.func`` refuses to work under saved-tensor hooks of any kind.
     """
     plain = saved_tensors_hooks.__init__
 
@@ -52,7 +52,7 @@ def strict() -> Iterator[None]:
 
 @contextmanager
 def left() -> Iterator[None]:
-    """Leave the strict mode, where compiled graphs are counted: Dynamo would trace its hooks."""
+    """Leave the strict mode, where a test counts compiled graphs: Dynamo would trace the hooks."""
     checking = saved_tensors_hooks.__init__
     torch._C._autograd._pop_saved_tensors_default_hooks()
     saved_tensors_hooks.__init__ = checking.__wrapped__  # type: ignore[method-assign,attr-defined]
@@ -68,7 +68,7 @@ def _pack(tensor: Tensor) -> _Saved:
 
 
 def _unpack(saved: _Saved) -> Tensor:
-    """The alias; autograd leaves the check for in-place changes to whoever sets hooks."""
+    """Return the alias; check for in-place changes, which autograd does not do under hooks."""
     if saved.alias._version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
@@ -96,7 +96,7 @@ def _checked_after(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
 
 
 def check_memory(tensor: Tensor, done: str) -> None:
-    """Raise AssertionError if ``tensor`` has elements and its storage no room for them."""
+    """Raise AssertionError if the storage of ``tensor`` is too small for its elements."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
@@ -112,7 +112,7 @@ def check_memory(tensor: Tensor, done: str) -> None:
 
 
 def size_in_use(storage: torch.UntypedStorage) -> int:
-    """The size of a storage; 0 if the engine makes it refuse reads, since its memory is freed."""
+    """Return the size of a storage; 0 if the engine has freed it and made it refuse reads."""
     try:
         storage.data_ptr()
     except RuntimeError as error:
