@@ -1,4 +1,4 @@
-"""Gradients that add up over several backwards, with and without a reduction after each."""
+"""Gradients that accumulate over several backwards, with and without a reduction after each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ F32, B16 = torch.float32, torch.bfloat16
 
 
 def add_up(param_dtype: Any, reduce_dtype: Any, sync: list[bool]) -> list[float]:
-    """The gradient after microbatches whose gradients are 256, 1 and 1."""
+    """Return the gradient after microbatches whose gradients are 256, 1 and 1."""
     model = Weighs()
     policy = fullshard.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     fullshard.fully_shard(model, mp_policy=policy)
@@ -69,8 +69,8 @@ def test_reduced_gradients_add_up_in_the_dtype_of_the_shards(
 ) -> None:
     given = reduce_dtype
     if reduce_dtype is None and TORCH >= (2, 15):
-        reduce_dtype = F32  # the dtype of the parameters, whatever they are computed in
-    # 256 + 1 would be lost only where both are pending in bf16, or one bf16 reduction carries both.
+        reduce_dtype = F32  # the parameters' dtype, whatever the compute dtype
+    # 256 + 1 is lost only if both are pending in bf16, or if one bf16 reduction carries both.
     narrow = B16 in (param_dtype, reduce_dtype)
     lossy = {
         (True, True, True): False,
@@ -82,7 +82,7 @@ def test_reduced_gradients_add_up_in_the_dtype_of_the_shards(
 
 
 class Accumulates(Case):
-    """Passes over parts of the batch; ``sync`` says which of them reduce."""
+    """A case of several passes a step; ``sync`` says which of them reduce."""
 
     num_steps = 3
     sync: Any = (False, False, True)
@@ -111,7 +111,7 @@ class NoSyncKeptUnsharded(Accumulates):
 
 
 class OnlySomeUnitsReduce(Accumulates):
-    """The root reduces in each pass, and one block too."""
+    """The root and one block reduce in each pass; the other blocks follow ``sync``."""
 
     def before(self, model: Any, micro: int, reduces: bool) -> None:
         if isinstance(model, fullshard.FSDPModule):
@@ -137,7 +137,7 @@ class UnitsAreSkippedInPassesThatWait(Accumulates):
 
 
 class AUnitIsSkippedInThePassThatReduces(Accumulates):
-    """What is pending for it belongs to this step all the same."""
+    """A unit that is skipped in the reducing pass keeps its pending gradients for this step."""
 
     def model(self) -> nn.Module:
         return Skips()
@@ -164,7 +164,7 @@ class Spare(Block):
 
 
 class AParameterIsUsedOnlyInPassesThatWait(Accumulates):
-    """And on one rank only."""
+    """Parameters are used on one rank only, and only in passes without a reduction."""
 
     def model(self) -> nn.Module:
         return Tower(Spare(), Spare(), Spare())

@@ -1,4 +1,4 @@
-"""Activation checkpoints in all places, and backwards that are no training steps."""
+"""Activation checkpoints at all places, and backwards that are not training steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import fullshard
 from tests.ranks.autograd import DIM, Block, Case, Tower, compare, loss_of, worlds_and_policies
 from tests.ranks.pool import RankPool
 
-Run = Callable[..., Any]  # checkpoint, with its options
+Run = Callable[..., Any]  # ``checkpoint`` with its options
 
 
 class AroundUnits(Tower):
@@ -29,7 +29,7 @@ class AroundUnits(Tower):
 
 
 class AroundSeveralUnits(AroundUnits):
-    """One checkpoint around two units, which all run again before the first backward."""
+    """One checkpoint around two units: both run again before the first backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, second, third = self.blocks
@@ -44,7 +44,7 @@ class AroundAUnitUsedTwice(AroundUnits):
 
 
 class Nested(AroundUnits):
-    """Checkpoints of single units inside of one around all."""
+    """Checkpoints of single units inside one checkpoint around all units."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.run(self.inner, x * torch.ones_like(x, requires_grad=True)))
@@ -56,7 +56,7 @@ class Nested(AroundUnits):
 
 
 class PartOfABlock(Block):
-    """A part of its forward is checkpointed, with parameters of the unit in it and outside."""
+    """A block with a checkpoint in its forward; parameters are used inside and outside of it."""
 
     run: Run
 
@@ -81,7 +81,7 @@ class PartlyAndAround(PartlyTower):
 
 
 class AroundTheHead(AroundUnits):
-    """Parameters of the root are used in a checkpoint at either end."""
+    """Parameters of the root are used in a checkpoint at the start and in one at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.run(lambda y: torch.tanh(self.head(y)) @ self.head.weight, x)
@@ -102,7 +102,7 @@ PLACES = [
 
 
 class Checkpoints(Case):
-    """What varies is set by the test."""
+    """A case whose attributes the test sets."""
 
     place: type[AroundUnits]
     reentrant: bool
@@ -134,7 +134,8 @@ class Checkpoints(Case):
 
 def compare_checkpoints(reshard: bool | None, options: dict[str, Any]) -> None:
     with warnings.catch_warnings():
-        # Said of a reentrant checkpoint inside of another one, in whose first pass nothing does.
+        # PyTorch warns of a nested reentrant checkpoint: in its first pass, no input needs a
+        # gradient.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         compare(type("Checkpoints", (Checkpoints,), options), reshard)
 
@@ -159,7 +160,7 @@ def test_checkpoints_change_no_gradient(
 
 
 class GradientsOfInputsOnly(Case):
-    """By ``autograd.grad``, once and again, then the training step on the same graph."""
+    """``autograd.grad`` runs twice, then the training step's backward on the same graph."""
 
     def step(self, model: Any, x: Tensor, number: int) -> None:
         leaf = x.clone().requires_grad_()
@@ -182,7 +183,7 @@ class BackwardIntoInputsOnly(Case):
 
 
 class WithoutGradientsFirst(Case):
-    """The very first forward of the model makes no graph."""
+    """The model's first forward builds no graph."""
 
     num_steps = 3
     mode: Any = torch.no_grad
@@ -202,7 +203,7 @@ class InferenceFirst(WithoutGradientsFirst):
 
 
 class ABlockWithoutGradientsFirst(WithoutGradientsFirst):
-    """Part of the model alone, so that the root is first met later."""
+    """A block runs alone under inference mode before the first forward of the root."""
 
     def step(self, model: Any, x: Tensor, number: int) -> None:
         with torch.inference_mode():
@@ -237,7 +238,7 @@ class NormBlock(Block):
 
 
 class UnshardedByHand(Case):
-    """``unshard`` and ``reshard`` in the middle of things."""
+    """``unshard`` before the forward, ``reshard`` between forward and backward."""
 
     num_steps = 3
 

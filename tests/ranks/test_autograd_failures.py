@@ -1,4 +1,4 @@
-"""Exceptions everywhere, forgotten losses: what follows is right, and nothing is left behind."""
+"""Exceptions and dropped losses: the next step is right, and nothing stays in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.ranks.pool import RankPool
 
 
 class Breaks(Block):
-    """Raises where ``at`` says so: in the middle of its forward, or of its backward."""
+    """A block that raises in the middle of its forward, its backward or its recomputation."""
 
     at = ""
     kind: type[BaseException] = Trouble
@@ -38,7 +38,7 @@ class Breaks(Block):
 
 
 class Brittle(Tower):
-    """Raises before, between or after its blocks; ``run`` may be a checkpoint."""
+    """A tower that raises before, between or after its blocks; ``run`` may be a checkpoint."""
 
     at: Any = None
 
@@ -60,7 +60,7 @@ class Brittle(Tower):
 
 
 class Fails(Case):
-    """Every step is tried in vain a few times, then done."""
+    """A case whose every step fails three times before it succeeds."""
 
     num_steps = 3
     kind: type[BaseException] = Trouble
@@ -70,7 +70,7 @@ class Fails(Case):
         return Brittle()
 
     def fail(self, model: Any, x: Tensor, number: int) -> None:
-        """Has to raise; ``mend`` is called afterwards."""
+        """Raise ``kind`` in a step; ``mend`` is called afterwards."""
 
     def mend(self, model: Any) -> None:
         model.at = None
@@ -105,7 +105,7 @@ class TheRootFailsInForward(Fails):
 
 
 class AForwardIsInterrupted(Fails):
-    """Module hooks are not told of a KeyboardInterrupt, so the next forward has to clean up."""
+    """PyTorch calls no module hook after a KeyboardInterrupt, so the next forward cleans up."""
 
     kind = KeyboardInterrupt
     leaves_nothing = False
@@ -117,7 +117,7 @@ class AForwardIsInterrupted(Fails):
 
 
 class APartRunsAloneAfterAnInterrupt(AForwardIsInterrupted):
-    """It is the root now, and reads no weights from before the interrupted forward."""
+    """A block that runs alone after an interrupt is a root and reads the current weights."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         self.params = list(model.parameters())
@@ -156,7 +156,7 @@ class ABlockFailsInBackward(Fails):
 
 
 class AForwardFailsBeforeABackward(Fails):
-    """Another forward's backward is still to come."""
+    """A forward fails between another forward and its backward."""
 
     leaves_nothing = False
 
@@ -170,7 +170,7 @@ class AForwardFailsBeforeABackward(Fails):
 
 
 class ABackwardFailsBeforeAnother(Fails):
-    """Two graphs share nothing but parameters; the good one still runs."""
+    """A backward fails; that of an earlier forward, with a separate graph, still runs."""
 
     leaves_nothing = False
 
@@ -186,7 +186,7 @@ class ABackwardFailsBeforeAnother(Fails):
 
 
 class _WithHooks(Fails):
-    """User hooks of all four sorts; one of them raises."""
+    """A case with a user hook of one of four sorts, which raises."""
 
     where = ""
 
@@ -215,7 +215,7 @@ class _WithHooks(Fails):
     def fail(self, model: Any, x: Tensor, number: int) -> None:
         self.broken, self.number = True, number
         model(x)
-        raise Trouble  # the unsharded model was made before, without the later hooks
+        raise Trouble  # the unsharded model never gets the late hooks
 
     def mend(self, model: Any) -> None:
         self.broken = False
@@ -234,7 +234,7 @@ class ALatePreHookFails(_WithHooks):
 
 
 class ALateHookFails(_WithHooks):
-    """The root's own comes when our part is done: what it keeps, it keeps like a dropped loss."""
+    """A late hook of the root runs after the engine's, so its failure resembles a dropped loss."""
 
     where = "after sharding"
     leaves_nothing = False
@@ -277,15 +277,13 @@ class ABackwardInARecomputeFails(ARecomputeFails):
 
 
 class ANestedRecomputeFails(ARecomputeFails):
-    """Checkpoints inside of a checkpoint."""
-
     def run(self, block: nn.Module, x: Tensor) -> Any:
         inner = super().run
         return checkpoint(lambda y: inner(block, y) * 1, x, use_reentrant=type(self).reentrant)
 
 
 class Inside(Breaks):
-    """A reentrant checkpoint inside of the unit ends well; then the backward dies further down."""
+    """A block whose reentrant checkpoint ends before its backward fails."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.at == "backward":
@@ -313,7 +311,7 @@ class ABackwardDiesBelowACheckpoint(Fails):
 
 
 class ALossIsForgotten(Case):
-    """Many times, with nothing growing by it."""
+    """Dropped losses do not increase the number of live objects."""
 
     def step(self, model: Any, x: Tensor, number: int) -> None:
         for times in (3, 20):

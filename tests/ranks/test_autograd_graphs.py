@@ -1,4 +1,4 @@
-"""What the graph between inputs, outputs and losses may look like."""
+"""Graphs of many shapes between inputs, outputs and losses."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class InPlaceOnOutputs(Tower):
         x = self.blocks[0](x)
         x.mul_(1.5).add_(1)  # a view of two dims
         x = self.blocks[1](x)
-        x *= 2  # no view
+        x *= 2  # not a view
         x = self.blocks[2](x)
         x[:, 1:] += 1
         return self.head(x)
@@ -183,7 +183,7 @@ class AUnitReturnsItsParameter(Case):
 
 
 class AUnitReturnsAFrozenParameter(AUnitReturnsItsParameter):
-    """In training and in evaluation."""
+    """A unit returns its frozen parameter, in training and without gradients."""
 
     def units(self, model: Any) -> list[Any]:
         model.blocks[1].requires_grad_(False)
@@ -204,7 +204,7 @@ class OnlyItsParameter(Block):
 
 
 class AUnitReturnsNothingButItsParameters(AUnitReturnsItsParameter):
-    """No autograd node is made in its forward."""
+    """A unit's forward returns its input and parameters, and makes no autograd node."""
 
     def model(self) -> nn.Module:
         return Tower(Block(), OnlyItsParameter(), TakesAParameterLast())
@@ -243,7 +243,7 @@ class TheInputNeedsNoGradientAndComesTwice(Case):
 
 
 class AParameterIsAlsoReadDetached(Case):
-    """Its gradient arrives before backward reads it for the last time."""
+    """A parameter's gradient arrives before backward reads the parameter for the last time."""
 
     def model(self) -> nn.Module:
         return Tower(Block(), Straight(), Block())
@@ -259,8 +259,6 @@ class Straight(nn.Module):
 
 
 class Calls(Tower):
-    """A root that calls itself."""
-
     def forward(self, x: Tensor, again: int = 2) -> Tensor:
         y = 0.0 if again == 0 else self(x * 2, again=again - 1)
         return super().forward(x) + y

@@ -1,4 +1,4 @@
-"""Cases that meet each other, as they do in real training loops."""
+"""Combinations of autograd cases, as real training loops have them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Finds(Block):
 
 
 class Hidden(Case):
-    """One block returns its output in an object, where no hook can be put."""
+    """One block returns its output in an object, where the engine can put no hook."""
 
     num_warnings = 1
     hides = True
@@ -46,7 +46,7 @@ class Hidden(Case):
 
 
 class HiddenOutputsOfTwoForwards(Hidden):
-    """The backward of one leaves that of the other to come."""
+    """A backward after each of two forwards, in either order."""
 
     num_steps = 3
 
@@ -72,7 +72,7 @@ class HiddenOutputsWithAnEvaluationBetween(Hidden):
 
 
 class HiddenOutputsAndABackwardThatDies(Hidden):
-    """The graph of the first forward is as good as before."""
+    """A backward that raises leaves the graph of an earlier forward usable."""
 
     def step(self, model: Any, x: Tensor, number: int) -> None:
         loss = loss_of(model(x))
@@ -89,7 +89,7 @@ class ChangesItsInput(Block):
 
 
 class ReadsTheInput(Tower):
-    """The way back leads by what a unit was given, not by what it returned."""
+    """A tower whose backward may reach a unit through the unit's input instead of its output."""
 
     ways = "input"
 
@@ -112,13 +112,14 @@ class AnInputIsChangedInPlaceAndReadAfterwards(Case):
 
 
 class APenaltyOfGradients(Case):
-    """Of a forward of its own, added to the usual loss."""
+    """The loss has a penalty on gradients, computed in a separate forward."""
 
     hides = True
 
     def penalty(self, model: Any, x: Tensor) -> Tensor:
         leaf = x.cos().requires_grad_()
-        # Of a mean over a share of the batch, rows have gradients that depend on its size.
+        # With the mean over a share of the batch, a row's gradient would depend on the share's
+        # size.
         score = loss_of(model(leaf)) * x.shape[0]
         (grad,) = torch.autograd.grad(score, leaf, create_graph=True)
         return grad.square().sum(1).mean()
@@ -135,7 +136,7 @@ class APenaltyWhoseBackwardComesFirst(APenaltyOfGradients):
 
 
 class APenaltyWhoseBackwardComesLast(APenaltyOfGradients):
-    """The usual backward in between leaves the units that the penalty still reads."""
+    """The usual backward runs first and keeps the units that the penalty's backward reads."""
 
     def step(self, model: Any, x: Tensor, number: int) -> None:
         loss = loss_of(model(x))
@@ -152,7 +153,7 @@ class TwoPenalties(APenaltyOfGradients):
 
 
 class Gate(nn.Module):
-    """Its only parameter is used if asked for."""
+    """A module that uses its only parameter on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +165,7 @@ class Gate(nn.Module):
 
 
 class AMemberIsUnusedOnOneRank(Case):
-    """Ranks must agree on when the list is reduced: after its last member, not its first."""
+    """Ranks agree to reduce a list after its last member, though one rank skips a member."""
 
     num_steps = 3
 
@@ -187,7 +188,7 @@ class AMemberIsUnusedOnOneRank(Case):
 
 
 class First(Gate):
-    """Used at the beginning and at the end of the model, each time for another parameter."""
+    """A module used at both ends of the model, each time with other parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +207,7 @@ class Wrapper(Tower):
 
 
 class AParameterIsUnusedInOneUseOnOneRank(AMemberIsUnusedOnOneRank):
-    """The uses themselves have a backward everywhere, as gradients of their input are asked for."""
+    """A parameter is unused in one use on one rank; every use still has a backward."""
 
     def model(self) -> nn.Module:
         return Wrapper(First(), Block(), Block())
@@ -222,7 +223,7 @@ class AParameterIsUnusedInOneUseOnOneRank(AMemberIsUnusedOnOneRank):
 
 
 class Crossed(Tower):
-    """All blocks read the output of the first."""
+    """A tower whose blocks all read the output of the first block."""
 
     def forward(self, x: Tensor) -> Tensor:
         memory = self.blocks[0](x)
@@ -237,7 +238,7 @@ class AnOutputIsReadByAllLaterUnits(Case):
 
 
 class Rivals(nn.Module):
-    """Two models that are never one: each is the root of its own forward."""
+    """Two sharded models in one plain module; each is the root of its own forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +272,7 @@ class TwoModelsTrainEachOther(Case):
 
 
 class AFreezeBetweenForwardAndBackward(Case):
-    """What was frozen when forward ran gets no gradient, whatever it is now."""
+    """A parameter that was frozen in forward gets no gradient, even if trainable in backward."""
 
     def step(self, model: Any, x: Tensor, number: int) -> None:
         model.blocks[1].requires_grad_(False)
@@ -281,7 +282,7 @@ class AFreezeBetweenForwardAndBackward(Case):
 
 
 class Autocast(Case):
-    """It keeps casts of parameters as long as it lasts. All ranks see the same batch here."""
+    """Autocast caches casts of parameters until it ends. All ranks get the same batch here."""
 
     limit = 1e-6
     dtype = torch.float32
@@ -303,7 +304,7 @@ class Autocast(Case):
 
 
 class AutocastWithoutItsCache(Autocast):
-    """Backward runs in the context too."""
+    """The backward runs in the autocast context too."""
 
     def step(self, model: Any, x: Tensor, number: int) -> None:
         x = noise(2, DIM, seed=number, dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""Which parameters get gradients, and when their values change."""
+"""Which parameters get gradients, and changes of parameters between steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ranks.pool import RankPool
 
 
 class Spare(Block):
-    """Has parameters that are used only if asked for."""
+    """A block with parameters that are used on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class WithSpares(Case):
         return Tower(Spare(), Spare(), Spare())
 
     def ask(self, model: Any, share: int, number: int) -> None:
-        """Say which spares the share of one rank uses."""
+        """Choose the spare parameters that a share of the batch uses."""
 
     def good(self, model: Any, x: Tensor) -> None:
         for part in (*model.blocks, model):
@@ -56,7 +56,7 @@ class WithSpares(Case):
 
 
 class ParametersAreUnused(WithSpares):
-    """Never, then in some steps only: AdamW skips what has no gradient."""
+    """Parameters are unused in all steps or in some: AdamW skips parameters without a gradient."""
 
     num_steps = 4
 
@@ -74,7 +74,7 @@ class ParametersAreUnusedOnOneRank(WithSpares):
 
 
 class BothEnds(Tower):
-    """The root has parameters before and after its blocks."""
+    """A tower whose root has parameters before and after the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class BothEnds(Tower):
 
 
 class ARootParameterIsUnusedOnOneRank(WithSpares):
-    """Ranks must agree on when the root is reduced."""
+    """Ranks reduce the root together, even if one rank skips a root parameter."""
 
     num_steps = 4
 
@@ -110,7 +110,7 @@ class UnitsAreSkipped(Case):
 
 
 class AUnitRunsWithoutGradients(Case):
-    """Its output is detached, or its forward runs under no_grad."""
+    """A unit's output is detached, or its forward runs under no_grad."""
 
     num_steps = 3
 
@@ -163,7 +163,7 @@ class OnlyTheLastUnitLearns(Case):
 
 
 class Adapted(Block):
-    """A frozen layer with a trainable low-rank change, as LoRA does it."""
+    """A frozen block with a trainable low-rank adapter, as in LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Adapted(Block):
 
 
 class FrozenAndTrainableInOneUnit(Case):
-    """Later unfrozen, later frozen again, later all but one."""
+    """The frozen parameters of a unit are unfrozen, frozen again, then unfrozen in one layer."""
 
     num_steps = 5
 
@@ -194,7 +194,7 @@ class FrozenAndTrainableInOneUnit(Case):
 
 
 class GradientsAreSwitchedBetweenSteps(Case):
-    """One parameter after another, all of a unit, all but the root's."""
+    """Parameters are frozen in turns: some of a unit, all of a unit, but never the head."""
 
     num_steps = 6
 
@@ -211,7 +211,7 @@ class GradientsAreSwitchedBetweenSteps(Case):
 
 
 class AListIsOneUnit(Case):
-    """Members run in order, not at all, in the other order, several times."""
+    """Members of a list run in order, not at all, in another order, and several times."""
 
     num_steps = 6
 
@@ -237,7 +237,7 @@ class Orders(Tower):
 
 
 class AListIsTheRoot(AListIsOneUnit):
-    """No module holds its members: the tower is not sharded, its parts are."""
+    """A list of modules is the root, while the tower that contains them is not sharded."""
 
     def units(self, model: Any) -> list[Any]:
         return [model.blocks[1], [model.blocks[0], model.blocks[2], model.head]]
@@ -247,7 +247,7 @@ class AListIsTheRoot(AListIsOneUnit):
 
 
 class MembersRunStandalone(Case):
-    """Outside of any root forward, one after the other."""
+    """Members of a list run outside of the root's forward, one after the other."""
 
     num_steps = 3
 
@@ -271,7 +271,7 @@ class UnitsRunStandalone(Case):
 
 
 class KeptBetweenSteps(Case):
-    """No stale weights after any change of the sharded ones."""
+    """Units kept between steps get the new weights after any change of the shards."""
 
     num_steps = 7
     keeps = True
@@ -308,14 +308,14 @@ class KeptBetweenStepsFused(KeptBetweenSteps):
 
 
 class AStepBetweenForwards(Case):
-    """Two forwards and backwards with an optimizer step in the middle; units kept in between."""
+    """Two forwards and backwards, with an optimizer step and a forward between them."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         self.inner = torch.optim.SGD(model.parameters(), lr=0.1)
         return super().optimizer(model)
 
     def step(self, model: Any, x: Tensor, number: int) -> None:
-        model(x)  # and no backward
+        model(x)  # no backward follows
         loss_of(model(x)).backward()
         self.inner.step()
         with torch.no_grad():

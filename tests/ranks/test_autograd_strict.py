@@ -1,4 +1,4 @@
-"""The strict mode itself: it finds what it is for, and changes nothing else."""
+"""The strict mode finds reads of freed memory and changes no values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch() -> Tensor:
 
 
 class Frees(nn.Module):
-    """Loses its weight at the end of the forward that backward will read."""
+    """A module that frees its weight at the end of its last forward, before backward reads it."""
 
     def __init__(self, last: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_a_graph_is_freed_with_its_last_output() -> None:
     gc.disable()
     try:
         with strict():
-            hidden = batch().exp().exp()  # exp saves what it returns
+            hidden = batch().exp().exp()  # exp saves its output
             gone = weakref.ref(hidden)
             y = hidden.tanh()
             del hidden

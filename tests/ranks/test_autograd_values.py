@@ -1,4 +1,4 @@
-"""What modules take and return: structures, hidden tensors, nothing at all."""
+"""Inputs and outputs of modules: structures, hidden tensors, nothing at all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
 
 
 class Output(OrderedDict):
-    """Like the outputs of model libraries: a mapping whose entries are attributes too."""
+    """A mapping whose entries are attributes too, like outputs of model libraries."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -45,7 +45,7 @@ class Output(OrderedDict):
 
 
 class Gives(Block):
-    """Puts its result into a structure: a function of the tensor, made by ``put``."""
+    """A block that takes and returns a structure, made by ``put`` and read by ``take``."""
 
     def __init__(self, put: Any, take: Any) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ STRUCTURES: dict[str, tuple[Any, Any]] = {
 
 
 class Structures(Case):
-    """Every block returns the structure and takes it."""
+    """Every block returns the structure and takes it as input."""
 
     put, take = STRUCTURES["dict"]
 
@@ -82,7 +82,7 @@ class Structures(Case):
 
 
 class Named(Tower):
-    """Blocks by keyword, and an input of the root by keyword."""
+    """A tower called by keyword, which calls its blocks by keyword."""
 
     def forward(self, *, x: Tensor, scale: float = 1.0) -> Any:  # type: ignore[override]
         for block in self.blocks:
@@ -102,7 +102,7 @@ class Keywords(Case):
 
 
 class Takes(Block):
-    """Reads what the block before it hides."""
+    """A block that reads the tensor hidden in the previous block's output."""
 
     def __init__(self, take: Any) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class HiddenInASet(HiddenInAnObject):
 
 
 class KeepsAside(Block):
-    """Keeps a second result on itself, made after or before the one that it returns."""
+    """A block that keeps a second result on itself, computed after or before the returned one."""
 
     def __init__(self, late: bool) -> None:
         super().__init__()
@@ -173,9 +173,9 @@ class AnAuxiliaryLoss(Case):
 
 
 class AnAuxiliaryLossOlderThanTheOutput(AnAuxiliaryLoss):
-    """Together with the output: backward comes by the younger output first.
+    """The auxiliary output is older, so backward reaches the returned output first.
 
-    By itself, which nothing foresees, it reads freed memory; docs/limits.md says so.
+    A backward of the auxiliary loss alone would read freed memory; see docs/limits.md.
     """
 
     num_steps = 1
@@ -207,7 +207,7 @@ class NothingIsReturned(Case):
 
 
 class Doubles(Tower):
-    """Its inputs come in single precision; ``by_hand`` says who casts them."""
+    """A tower with single-precision inputs, which it casts itself if ``by_hand``."""
 
     by_hand = True
 
@@ -222,7 +222,7 @@ class Doubles(Tower):
 
 
 class InputsAreCast(Case):
-    """Floating-point tensors inside of structures, and nothing else."""
+    """The engine casts floating-point tensors inside structures, and no others."""
 
     def model(self) -> nn.Module:
         return Doubles()

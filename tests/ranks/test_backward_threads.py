@@ -1,4 +1,4 @@
-"""Backward in another thread than forward, as autograd runs it where the device is no CPU."""
+"""Backward in another thread than forward, as autograd runs it on devices other than the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ranks.pool import on_ranks
 
 
 def elsewhere(function: Callable[[], object]) -> None:
-    """Call ``function`` in a thread of its own, whose autograd nodes count from 0."""
+    """Run ``function`` in a new thread, where autograd numbers nodes from 0."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -68,11 +68,11 @@ def batch(number: int) -> Tensor:
 @on_ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recompute_elsewhere_leaves_the_thread_whose_optimizers_count(reentrant: bool) -> None:
-    """Losses of a second forward, the optimizer having stepped what only shares the memory."""
+    """The next forward sees a step on aliases of the shards, wherever backward recomputed."""
     losses = []
     for back in (here, elsewhere):
         model = sharded(reentrant=reentrant)
-        model.set_reshard_after_backward(False)  # units stay, and are stale after the step
+        model.set_reshard_after_backward(False)  # units stay unsharded, stale after the step
         sharded_params = list(model.parameters())
         masters = [nn.Parameter(p.to_local().data) for p in sharded_params]
         optimizer = torch.optim.SGD(masters, lr=0.5, foreach=True)
@@ -87,7 +87,10 @@ def test_a_recompute_elsewhere_leaves_the_thread_whose_optimizers_count(reentran
 
 @on_ranks(2)
 def test_an_optimizer_of_flat_parameters_is_known_in_any_thread() -> None:
-    """Of an optimizer that steps in another thread nothing else is known."""
+    """The engine recognises an optimizer of its flat parameters.
+
+    The engine sees no other sign of an optimizer that steps in another thread.
+    """
     model = fullshard.FullyShardedDataParallel(
         fill(Tower().double()), device_id=torch.device("cpu"), use_orig_params=False
     )
@@ -97,7 +100,7 @@ def test_an_optimizer_of_flat_parameters_is_known_in_any_thread() -> None:
 
 
 def _without_tasks(transcript: Transcript) -> str:
-    """The text, with tasks by the order in which they came."""
+    """Return the transcript with tasks numbered in order of appearance."""
     numbers: dict[int, int] = {-1: -1}
     lines = []
     for trigger, actions in transcript.events:
@@ -112,7 +115,7 @@ def _without_tasks(transcript: Transcript) -> str:
 @on_ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_machine_is_told_the_same_whatever_thread_runs_backward(reentrant: bool) -> None:
-    """What the machine decided in two steps, by the thread of backward; how far apart they end."""
+    """The scheduler makes the same decisions whichever thread runs backward."""
     told, ends = [], []
     for back in (here, elsewhere):
         model = sharded(reentrant=reentrant)
@@ -133,7 +136,7 @@ def test_the_machine_is_told_the_same_whatever_thread_runs_backward(reentrant: b
 
 
 class Joined(Lanes):
-    """Notes which lane waits for which."""
+    """Lanes that record each join."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +148,7 @@ class Joined(Lanes):
 
 @on_ranks(2)
 def test_a_backward_ends_with_all_lanes_joined() -> None:
-    """A CUDA graph of a step must end with its lanes joined."""
+    """A backward ends with all lanes joined, as a CUDA graph of a step requires."""
     lanes = Joined()
     with patch("fullshard.engine.executor.make_lanes", lambda device: lanes):
         model = sharded(reentrant=False)
