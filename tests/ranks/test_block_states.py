@@ -1,4 +1,4 @@
-"""State that is quantised in blocks: equal to the unsharded run's to the bit, wherever cuts are."""
+"""Block-quantised state equals the unsharded run's bit for bit, wherever shards are cut."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FACES = [
 
 @EAGER
 def steps_alike(kind: str, face: str, in_blocks: bool) -> int:
-    """Return how many bytes this rank sends in a step."""
+    """Step the sharded and the unsharded model; return the bytes that this rank sent."""
     cls, kwargs, block = kind_of(kind)
     net, model = Net(), sharded(Net(), face, block)
     reference, optimizer = cls(net.parameters(), **kwargs), owned(model, kind, in_blocks=in_blocks)
@@ -71,7 +71,7 @@ def test_parameters_may_be_whole(pool: RankPool, kind: str) -> None:
 
 
 class Large(nn.Module):
-    """More elements than those of a tensor in which small pieces are stepped first."""
+    """Parameters larger than ``probe.LARGE``, the size to which small pieces are padded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def goes_on(
         reference.step()
     if how == "file":
         checkpoint.load(f"{folder}/one", model, optimizer)
-    else:  # the state of the class itself
+    else:  # the state of the quantised class itself
         state = {n: reference.state[p] for n, p in net.named_parameters() if p in reference.state}
         group = reference.state_dict()["param_groups"][0]
         groups = [{**group, "params": [name for name, _ in net.named_parameters()]}]
@@ -179,7 +179,7 @@ def test_takes_the_state_of_the_class(pool: RankPool, kind: str) -> None:
 
 
 def learn(model: Any, optimizer: Optimizer, index: int, count: int) -> dict[str, Tensor]:
-    """Train on share ``index`` of ``count``, in two microbatches, with clipping, partly frozen."""
+    """Train on share ``index`` of ``count`` with microbatches, clipping and a frozen weight."""
     for step in range(4):
         model.get_parameter("w0").requires_grad_(step != 2)
         for micro in range(2):

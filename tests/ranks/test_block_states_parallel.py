@@ -1,4 +1,4 @@
-"""State in blocks under tensor parallelism: bit-equal to the class on the unsharded model."""
+"""Block-quantised state under tensor parallelism equals the unsharded model's bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 class Mlp(nn.Module):
-    """Columns and rows are cut; ``plain`` is on the data-parallel dim only."""
+    """An MLP sharded over tensor-parallel ranks, except for ``plain``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def step_both(models: tuple[Any, Any], optimizers: tuple[Any, Any], steps: range
 
 @EAGER
 def steps_alike(kind: str, layout: str, folder: str) -> tuple[int, dict[str, int]]:
-    """Return bytes that this rank sends in three steps, and how many owners parameters have."""
+    """Return the bytes that this rank sent in three steps, and the number of owners by name."""
     cls, kwargs, block = kind_of(kind)
     net, model = Mlp(), sharded(layout, block)
     reference, optimizer = cls(net.parameters(), **kwargs), owned(model, kind)
@@ -99,7 +99,7 @@ def steps_alike(kind: str, layout: str, folder: str) -> tuple[int, dict[str, int
 def test_steps_like_the_class_itself(
     pool: RankPool, tmp_path: Path, kind: str, layout: str
 ) -> None:
-    """What tensor parallelism cuts has an owner; the rest is stepped in pieces, of one copy."""
+    """Tensor-parallel parameters have one owner, the others one on each data-parallel rank."""
     found = pool.run(4, steps_alike, kind, layout, str(tmp_path))
     assert sum(sent for sent, _ in found) > 0
     for _, pieces in found:

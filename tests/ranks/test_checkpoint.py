@@ -1,4 +1,4 @@
-"""Full and sharded state dicts on any mesh: names, values, memory, placements, files."""
+"""Full and sharded state dicts on several meshes: names, values, memory, placements, files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MESHES = pytest.mark.parametrize("mesh", ["1d", "hsdp", "2d"])
 
 
 def same(one: Any, other: Any) -> None:
-    """Bit by bit, nested dictionaries of tensors in one order."""
+    """Check that two nested dictionaries are equal bit for bit and in the same order."""
     assert list(one) == list(other)
     for key, value in one.items():
         if isinstance(value, dict):
@@ -41,7 +41,7 @@ def same(one: Any, other: Any) -> None:
 
 
 class WithMore(nn.Module):
-    """Buffers, a parameter that is left alone, wrappers, extra state, ties."""
+    """A model with buffers, an ignored parameter, a wrapper, extra state and a tie."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def test_state_dicts_are_those_of_the_unsharded_model() -> None:
         fullshard.fully_shard(model.odd.back, layout=layout)
         fullshard.fully_shard(model.inner, layout=layout)
         fullshard.fully_shard(model, layout=layout, ignored_params={model.alone})
-        model.unshard()  # whatever is shown
+        model.unshard()  # state dicts do not depend on the registered parameters
         state = checkpoint.full_state_dict(model, rank0_only=False)
         same({**state, "_extra_state": {}}, {**expected, "_extra_state": {}})
         assert state["_extra_state"] == {"count": 7}
@@ -86,13 +86,13 @@ def test_state_dicts_are_those_of_the_unsharded_model() -> None:
         model.reshard()
         for value in state.values():
             if isinstance(value, Tensor):
-                value.zero_()  # nobody else's
+                value.zero_()  # the tensors are copies
         again = checkpoint.full_state_dict(model, rank0_only=False)
         same({**again, "_extra_state": {}}, {**expected, "_extra_state": {}})
         other: Any = WithMore()
         fullshard.fully_shard(other, layout=layout)
         other.unshard()
-        del again["odd.head.weight"]  # tied: one name is enough, as in files of safetensors
+        del again["odd.head.weight"]  # tied: one name is enough, as in safetensors files
         before = other.odd.embed.weight
         checkpoint.load_full_state_dict(
             other, again if dist.get_rank() == 0 else {}, broadcast_from_rank0=True
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed() -> None:
 
 
 def round_trip(mesh: str) -> None:
-    """Full and sharded, model and optimizer, between layouts; the next step goes on."""
+    """Load full and sharded state of model and optimizer into all layouts; train on."""
     plain = plain_net()
     its = adamw(plain)
     trained(plain, its)
@@ -184,14 +184,17 @@ def round_trip(mesh: str) -> None:
 
 @MESHES
 def test_they_go_on_with_any_layout(pool: RankPool, mesh: str) -> None:
-    """PyTorch's own full state dicts know no ragged placement, and raise."""
+    """Full and sharded state resumes in any layout.
+
+    PyTorch's own full state dicts know no ragged placement and raise.
+    """
     pool.run(WORLDS[mesh], round_trip, mesh)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (2, 2, 1)])
 def test_on_three_dims_each_tensor_is_where_it_belongs(shape: tuple[int, int, int]) -> None:
-    """What tensor parallelism left alone is replicated over it; FSDP1 shards it over replicas."""
+    """A parameter without tensor parallelism is replicated over "tp" in the state dict."""
     names = ("rep", "dp", "tp")
     grid = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for layout in ("per_param", "element"):
@@ -219,7 +222,7 @@ def test_on_three_dims_each_tensor_is_where_it_belongs(shape: tuple[int, int, in
             changed = {name: value * 2 for name, value in values.items()}
             with CommDebugMode() as counted:
                 checkpoint.load_sharded_state_dict(model, changed)
-            agreement = 2 * grid.ndim  # that all ranks can load, however many tensors there are
+            agreement = 2 * grid.ndim  # ranks agree that all can load, once for all tensors
             assert counted.get_total_counts() == agreement or values is simple
             checkpoint.load_full_state_dict(model, expected)
         assert all(torch.equal(full(p), expected[n]) for n, p in model.named_parameters())
@@ -262,7 +265,7 @@ def test_files_of_distributed_checkpoint(pool: RankPool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("layout", list(LAYOUTS.values()), ids=list(LAYOUTS))
 def test_a_full_state_dict_of_20_units_takes_one_unit_above_the_shards(layout: Any) -> None:
-    """The most bytes held at once for a full state dict, those of the largest unit, of all."""
+    """The peak memory of a full state dict is at most the largest unit."""
     pairs = (nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)) for _ in range(20))
     model = fill(nn.Sequential(*pairs))
     shard_units(model, model, layout=layout)
@@ -270,7 +273,7 @@ def test_a_full_state_dict_of_20_units_takes_one_unit_above_the_shards(layout: A
     meter: Any = unit_of(model).engine.meter  # type: ignore[union-attr]
     state = checkpoint.full_state_dict(model)
     assert len(state) == (80 if dist.get_rank() == 0 else 0)
-    assert sum(meter.held_nbytes.values()) == 0  # between calls nothing but shards
+    assert sum(meter.held_nbytes.values()) == 0  # between calls, only shards remain
     largest = max(unit.nbytes for unit in units)
     held, unit, total = sum(meter.peak_nbytes.values()), largest, sum(unit.nbytes for unit in units)
     assert 0 < held <= unit < total / 19

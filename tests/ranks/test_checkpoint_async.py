@@ -1,4 +1,4 @@
-"""Saves beside the training: what is saved is the state at the call, whatever comes after it."""
+"""Asynchronous saves: the saved state is that of the call, whatever changes afterwards."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from tests.kit.checkpoint_files import WAYS, alone, built, everything, plain, sa
 from tests.ranks.models import refusal
 from tests.ranks.pool import RankPool, on_ranks
 
-PATIENCE_S = 240.0  # a loaded machine is slow
-LITTLE = 100_000  # bytes, less than one weight of the model
+PATIENCE_S = 240.0  # a busy machine is slow
+LITTLE = 100_000  # bytes, less than one weight of the model has
 
 
 def trained(way: str) -> tuple[Any, torch.optim.Optimizer]:
@@ -56,7 +56,7 @@ def goes_on_training(way: str, path: Path, budgets: list[int | None]) -> None:
             folder, model, optimizer, extra, step=3, mode="async", budget_nbytes=budget
         )
         extra["rates"].append(2)
-        for seed in (3, 5):  # the first step waits for copies; buffers change in the forward
+        for seed in (3, 5):  # the first step waits for the copies; buffers change in the forward
             trains(model, optimizer, seed)
         save.wait()
         assert save.is_done and save.path == folder
@@ -89,7 +89,7 @@ def test_a_step_waits_until_everything_is_copied_and_no_longer(
 
 @on_ranks(2, timeout_s=PATIENCE_S)
 def test_loads_and_loans_wait_for_copies(tmp_path: Path) -> None:
-    """Whatever of ours or of PyTorch writes to parameters or state waits for the copies."""
+    """Writes to parameters or state, by fullshard or PyTorch, wait for the copies."""
     model, optimizer = built("rows", 1)
     other, its_optimizer = built("rows", 2)
     for one, its in ((model, optimizer), (other, its_optimizer)):
@@ -186,7 +186,7 @@ def one_disk_is_full(path: Path) -> list[str]:
             with pytest.raises(CheckpointError) as found:
                 call(save)
         said.append(str(found.value))
-        save.wait()  # told once
+        save.wait()  # the failure is reported once
         dist.barrier()
         assert not list(path.glob("*"))
     checkpoint.save(path / "good", model, optimizer, step=1, mode="async").wait()
@@ -203,7 +203,7 @@ def test_a_failure_is_raised_once_on_all_ranks_by_the_next_call(
 
 
 def without_a_rank(path: Path) -> str:
-    """Rank 1 writes nothing while the others wait for it."""
+    """Block rank 1's writes while the others wait for it; return their error."""
     model, optimizer = trained("rows")
     goes_on = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
@@ -342,14 +342,14 @@ def test_a_model_and_its_optimizer_are_copied_meanwhile_and_pickled_later(tmp_pa
     with slow_disk():
         checkpoint.save(tmp_path / "one", model, optimizer, step=1, mode="async", budget_nbytes=0)
         other, its_optimizer = copy.deepcopy((model, optimizer))
-        trains(other, its_optimizer, 1)  # it has no hooks, and waits for nothing
+        trains(other, its_optimizer, 1)  # the copy has no hooks and waits for nothing
     for one in (model, other):
         loaded = pickle.loads(pickle.dumps(one))
         loaded.load_state_dict(one.state_dict())  # waits for nothing
 
 
 class Wrapped(torch.optim.Optimizer):
-    """An optimizer around another, that is no whole optimizer itself, as of accelerate."""
+    """A wrapper of an optimizer, without state and hooks of its own, as accelerate's."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""``checkpoint_blocks``: values of the unsharded model, less memory, the same names."""
+"""``checkpoint_blocks`` keeps values and names and saves memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch become ours, and ours become PyTorch's, bit for bit; nothing is run."""
+"""PyTorch checkpoints convert to ours and back bit for bit, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fullshard.errors import CheckpointError, ConfigError, FullshardError, Unsup
 from tests.kit.checkpoint_files import built, everything, plain, same, saves, stepped
 from tests.ranks.pool import RankPool
 
-PATIENCE_S = 240.0  # a loaded machine is slow
+PATIENCE_S = 240.0  # a busy machine is slow
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:.*parse.* invariant"),
@@ -42,7 +42,7 @@ pytestmark = [
 
 
 class Extended(nn.Linear):
-    """Has extra state."""
+    """A linear layer with extra state."""
 
     def get_extra_state(self) -> Any:
         return {"scale": 2.5, "names": ["a", "b"]}
@@ -52,7 +52,7 @@ class Extended(nn.Linear):
 
 
 class Tied(nn.Module):
-    """An embedding that is the head, too, and tensors of many kinds."""
+    """A model with a tied head and tensors of many kinds."""
 
     def __init__(self, *, is_tied: bool = True) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Tied(nn.Module):
 
 
 def torchs(seed: int, shard: Callable[..., Any] = torch_fully_shard) -> tuple[Any, Any]:
-    """A model sharded by PyTorch, and its optimizer."""
+    """Return a model sharded by PyTorch, and its optimizer."""
     model = plain(seed)
     for block in model.blocks:
         shard(block)
@@ -82,7 +82,7 @@ def torchs(seed: int, shard: Callable[..., Any] = torch_fully_shard) -> tuple[An
 
 
 def trained(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Step twice; return the whole state, as PyTorch gathers it."""
+    """Step twice; return the full state, as PyTorch gathers it."""
     stepped(model, optimizer)
     return gathered(model, optimizer)
 
@@ -130,8 +130,8 @@ def test_a_folder_of_pytorch_is_loaded_in_any_layout(
 
 def torch_loads(path: Path) -> dict[str, Any]:
     model, optimizer = torchs(2)
-    trained(model, optimizer)  # dcp only fills what is there
-    # Parameters that never step have no state in the file, and PyTorch makes state for all.
+    trained(model, optimizer)  # dcp loads only into existing state
+    # The file has no state of parameters that never step; PyTorch makes state for all.
     state, optim = get_state_dict(model, optimizer)
     optim["state"] = {name: kept for name, kept in optim["state"].items() if "spare" not in name}
     found = {"model": state, "optim": optim}
@@ -224,7 +224,7 @@ def test_tensors_beside_a_model_are_extra(tmp_path: Path, kind: str) -> None:
 
 
 def as_torchtitan_saves(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What its CheckpointManager hands to PyTorch: the model on top, all else under keys."""
+    """Return the state that torchtitan saves: the model's tensors on top, the rest under keys."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, stepped = get_state_dict(model, optimizer, options=options)
     state = {"step": torch.tensor(70, dtype=torch.int32), "ntokens_seen": torch.tensor(1 << 33)}
@@ -337,7 +337,7 @@ def test_as_many_tensors_as_there_are_need_one_file(tmp_path: Path) -> None:
 
 
 class Runs:
-    """What somebody would put into a file to have it run."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -347,7 +347,7 @@ class Runs:
 
 
 def crafted(kind: str, path: Path, marker: Path) -> Path:
-    """Return a file or folder that would make the folder ``marker`` if it were trusted."""
+    """Return a file or folder that would create the folder ``marker`` if it were trusted."""
     if kind == "a file":
         torch.save({"model": nn.Linear(2, 2).state_dict(), "x": Runs(marker)}, path)
         return path
@@ -405,7 +405,7 @@ def linked(path: Path) -> None:
 
 def outside(path: Path) -> None:
     file = path / ".metadata"
-    metadata = pickle.loads(file.read_bytes())  # our own
+    metadata = pickle.loads(file.read_bytes())  # a file of this test
     (path / "__0_0.distcp").rename(path.parent / "other")
     for place in metadata.storage_data.values():
         place.relative_path = "../other"
@@ -416,12 +416,12 @@ Chunks = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offsets and sizes
 
 
 def cut_as(chunks: Chunks, shape: tuple[int, ...]) -> Callable[[Path], object]:
-    """Return what makes a folder of one tensor, cut into chunks, which need not fit."""
+    """Return a function that saves one tensor cut into ``chunks``, which need not fit."""
 
     def make(path: Path) -> None:
         shutil.rmtree(path)
         dcp.save({"model": {"x": torch.zeros(4)}}, checkpoint_id=path, no_dist=True)
-        metadata = pickle.loads((path / ".metadata").read_bytes())  # our own
+        metadata = pickle.loads((path / ".metadata").read_bytes())  # a file of this test
         stored = metadata.state_dict_metadata["model.x"]
         stored.size = torch.Size(shape)
         metadata.storage_data.clear()

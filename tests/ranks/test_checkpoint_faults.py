@@ -1,4 +1,4 @@
-"""What can go wrong with checkpoints on disk is found, named, and changes nothing."""
+"""Faults of checkpoints on disk are found and named, and change nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.ranks.pool import RankPool, on_ranks
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two checkpoints."""
+    """Return a folder with three checkpoints."""
     root = tmp_path_factory.mktemp("intact")
     for step in (1, 2):
         checkpoint.save(root / f"step-{step}", *alone(step), {"seed": 1}, step=step)
@@ -58,7 +58,7 @@ def root(intact: Path, tmp_path: Path) -> Path:
 
 
 def is_refused(path: Path) -> str:
-    """Check that load and verify refuse ``path``, and that nothing was changed; return why."""
+    """Check that load and verify refuse ``path`` and change nothing; return the message."""
     with pytest.raises(CheckpointError) as found:
         checkpoint.verify(path)
     model, optimizer = alone()
@@ -79,14 +79,14 @@ def flip(file: Path, at: int) -> None:
 
 
 def replace_in_manifest(path: Path, old: str, new: str) -> None:
-    """Change a manifest as somebody would who knows its digest."""
+    """Replace text in a manifest and correct its digest."""
     text = (path / MANIFEST).read_text()
     assert old in text
     write_manifest(path, json.loads(text.replace(old, new)))
 
 
 def set_in_manifest(path: Path, key: str, value: Any) -> None:
-    """Change a value of a manifest as somebody would who knows its digest."""
+    """Set a value of a manifest and correct its digest."""
     write_manifest(path, {**json.loads((path / MANIFEST).read_text()), key: value})
 
 
@@ -196,11 +196,11 @@ def test_anyone_can_read_the_files(root: Path) -> None:
     found = load_file(root / "step-2" / DATA)
     for name, value in model.state_dict().items():
         assert torch.equal(found[f"model/{name}"], value)
-    assert len(found) == 4 + 3 * 4 + 1  # exp_avg, exp_avg_sq and step; digests
+    assert len(found) == 4 + 3 * 4 + 1  # exp_avg, exp_avg_sq, step; and the digests
 
 
 def test_nothing_that_was_pickled_is_read(root: Path) -> None:
-    """The manifest holds values of many types, and none of them names code."""
+    """Saved values of many types are read back, and code is refused."""
     extra = {"a": (1, [2.5, float("inf")], {3: b"x"}), "rng": torch.get_rng_state(), "none": None}
     model, optimizer = alone()
     checkpoint.save(root / "new", model, optimizer, extra, step=3)
@@ -234,7 +234,7 @@ def test_all_differences_are_in_one_message(root: Path) -> None:
 
 
 def save_with_trouble(path: Path, where: int, trouble: str) -> str:
-    """Save while one rank has trouble; all ranks must say the same, and go on."""
+    """Save while one rank fails; check that all ranks can go on; return the error."""
     model, optimizer = built("rows", 1)
     saves("rows", path / "good")
     with pytest.MonkeyPatch.context() as patch:
@@ -307,14 +307,14 @@ def test_damage_that_one_rank_sees_is_told_on_all(
 
 
 def without_a_rank(path: Path, *, stops: bool) -> str:
-    """Save on all ranks but rank 1, which stops or does something else; return what they say."""
+    """Save without rank 1, which is stopped or does not take part; return the others' error."""
     model, optimizer = built("rows", 1)
     saves("rows", path / "good")
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     said = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FULLSHARD_PATIENCE_S", "0.4")  # silent for 2.4 s
+        patch.setenv("FULLSHARD_PATIENCE_S", "0.4")  # reported after 2.4 s of silence
         if not stops:
             patch.setattr(Council, "limit_s", 2.0)
         if dist.get_rank() != 1:
@@ -340,12 +340,12 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_on_the_others(
 
 
 def ended_before_its_first_sign(path: Path) -> str:
-    """Rank 1 meets the others for the first time, and then there is nothing of it."""
+    """Meet the other ranks, while rank 1 sends no heartbeat at all; return their error."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(council.PATIENCE, "0.25")  # silent for 1.5 s
+        patch.setenv(council.PATIENCE, "0.25")  # reported after 1.5 s of silence
         patch.setattr(council, "_members_of", WeakKeyDictionary())
         patch.setattr(heartbeat, "_key", "none of {}".format)
-        patch.setattr(heartbeat, "_heartbeats", WeakKeyDictionary())  # of other tests: another key
+        patch.setattr(heartbeat, "_heartbeats", WeakKeyDictionary())  # other tests use another key
         said = ""
         if dist.get_rank() == 1:
             patch.setattr(council, "start_heartbeat", mock.Mock())
@@ -384,7 +384,7 @@ def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @on_ranks(2)
 def test_a_loop_keeps_those_that_are_intact(tmp_path: Path) -> None:
-    """Save six times and keep two; the newest is damaged before the last."""
+    """A checkpointer that keeps two checkpoints counts only intact ones."""
     (tmp_path / ".unfinished-step-000001-abc").mkdir(exist_ok=True)
     dist.barrier()
     checkpointer = checkpoint.Checkpointer(tmp_path, every=2, keep=2)
@@ -417,7 +417,7 @@ def test_a_loop_keeps_those_that_are_intact(tmp_path: Path) -> None:
     assert older is not None and older.step == 8
     assert not same_values(everything(other, its), after)
     again = checkpoint.Checkpointer(tmp_path)
-    again.save(other, its, step=10)  # the damaged one is put aside
+    again.save(other, its, step=10)  # the damaged checkpoint is renamed first
     assert checkpoint.verify(tmp_path / "step-000010").extra is None
     with pytest.raises(ConfigError, match="something at this path"):
         again.save(other, its, step=10)
@@ -438,9 +438,9 @@ def test_only_checkpoints_of_the_loop_are_removed_and_never_the_newest(tmp_path:
     checkpoint.save(tmp_path / "best", model, optimizer, step=1)
     (tmp_path / "step-best").symlink_to("best")
     checkpointer = checkpoint.Checkpointer(tmp_path, keep=2)
-    for step in (900, 1000, 100):  # the last after going back to an older state
+    for step in (900, 1000, 100):  # step 100 comes after a return to an older state
         checkpointer.save(model, optimizer, step=step)
-        (checkpointer.path(step) / "scores.json").write_text("{}")  # does not make it damaged
+        (checkpointer.path(step) / "scores.json").write_text("{}")  # an extra file is no damage
     found = sorted(one.name for one in tmp_path.iterdir() if ".replaced-" not in one.name)
     assert found == ["best", "latest", "step-000100", "step-best"]
     assert len(list(tmp_path.glob("step-*.replaced-*"))) == 2
@@ -508,9 +508,9 @@ def test_a_checkpoint_that_could_not_be_read_for_a_while_does_not_stop_its_step(
     assert again is not None and again.step == 3
     assert same(everything(model, optimizer), everything(*alone(33)))
     with pytest.raises(ConfigError, match="something at this path"):
-        resumed.save(*alone(), step=3)  # which this run wrote
+        resumed.save(*alone(), step=3)  # this run wrote step 3
     assert resumed.load(*alone()) is not None
-    resumed.save(*alone(), step=3)  # after it went back
+    resumed.save(*alone(), step=3)  # step 3 is saved anew after a load
 
 
 def test_a_branch_that_was_left_is_put_aside(tmp_path: Path) -> None:
@@ -521,7 +521,7 @@ def test_a_branch_that_was_left_is_put_aside(tmp_path: Path) -> None:
     branch = checkpoint.Checkpointer(tmp_path, keep=3)
     with pytest.raises(ConfigError, match="extra"):
         branch.save(*alone(), object(), step=250)
-    assert not list(tmp_path.glob("*.replaced-*"))  # a save that failed changed nothing
+    assert not list(tmp_path.glob("*.replaced-*"))  # a failed save changes nothing
     branch.save(*alone(), step=250)
     assert branch.steps() == [200, 250]
     assert [one.step for one in checkpoint.list_checkpoints(tmp_path)] == [200, 250]
@@ -609,7 +609,7 @@ def test_a_save_is_saved_whatever_happens_to_old_ones(
     model = nn.Linear(2, 2)
     checkpointer = checkpoint.Checkpointer(tmp_path, keep=1)
     checkpointer.save(model, step=1)
-    with mock.patch.object(committing.shutil, "rmtree"):  # NFS keeps a file that somebody reads
+    with mock.patch.object(committing.shutil, "rmtree"):  # NFS keeps files that are in use
         checkpointer.save(model, step=2)
         checkpoint.save(checkpointer.path(1), model, step=1)
         checkpointer.save(model, step=3)
@@ -624,7 +624,7 @@ def test_a_save_is_saved_whatever_happens_to_old_ones(
     caplog.clear()
     with mock.patch.object(Path, "rename", rename):
         checkpointer.save(model, step=4)
-        checkpointer.save(model, step=2)  # and 3 cannot make way
+        checkpointer.save(model, step=2)  # and step 3 cannot be renamed
     said = [one.getMessage() for one in caplog.records]
     assert any("step-000003 cannot be removed" in one for one in said)
     assert any("step-000003 cannot be renamed" in one for one in said)
@@ -692,7 +692,7 @@ def test_a_checkpoint_is_there_if_only_its_pointer_cannot_be_written(root: Path)
 
 @on_ranks(2)
 def test_one_name_on_two_meshes_is_refused(tmp_path: Path) -> None:
-    """Save a model that each rank has for itself, under the same names."""
+    """A save is refused if ranks on different meshes have a tensor of one name."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("each", "own"))
     model = fully_shard(nn.Linear(4, 4), mesh=mesh["own"])
     with pytest.raises(CheckpointError) as caught:
@@ -704,7 +704,7 @@ def test_one_name_on_two_meshes_is_refused(tmp_path: Path) -> None:
 
 
 class Random(nn.Linear):
-    """A module with a megabyte of extra state that differs by rank."""
+    """A linear layer with a megabyte of extra state that differs by rank."""
 
     def get_extra_state(self) -> Any:
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -734,7 +734,7 @@ def broadcast(model: nn.Module) -> None:
 def test_plain_tensors_of_one_name_have_to_be_equal(
     tmp_path: Path, mode: str, what: str, names: str
 ) -> None:
-    """Save two stages of a pipeline whose layers have one name; return what was raised."""
+    """Plain tensors of one name, as in pipeline stages, must be equal on all ranks."""
     path = tmp_path / "step-1"
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -745,7 +745,7 @@ def test_plain_tensors_of_one_name_have_to_be_equal(
     scale = 2.0 if rank and what == "state" else 1.0
     model(torch.randn(4, 300)).square().sum().mul(scale).backward()
     with torch.no_grad():
-        cast(nn.BatchNorm1d, model[1]).running_mean += rank  # statistics of batches may differ
+        cast(nn.BatchNorm1d, model[1]).running_mean += rank  # batch statistics may differ
     optimizer.step()
     with torch.no_grad():
         if what == "weight" and rank:
@@ -760,7 +760,7 @@ def test_plain_tensors_of_one_name_have_to_be_equal(
     if what == "weight":
         with pytest.raises(ConfigError, match=r"0\.weight on ranks 0 and 1.*prefix their"):
             checkpoint.save_weights(model, path.with_name("weights"))
-        kept = collected(rank, 2, model, optimizer).bare()  # by a rank that lost others
+        kept = collected(rank, 2, model, optimizer).bare()  # by a rank that lost the other one
         memory = path.parent.with_name(f"{path.parent.name}-memory")
         with pytest.raises(ConfigError, match=r"0\.weight on ranks 0 and 1"):
             save_collected(memory / "step-0", lambda: kept.left_to({0: 0, 1: 1}), None, step=1)
@@ -779,7 +779,7 @@ def much_extra_state(path: Path) -> bool:
     fully_shard(model)
     checkpoint.save(path, model, step=1)
     checkpoint.load(path, model)
-    generator = torch.Generator().manual_seed(0)  # the first rank's
+    generator = torch.Generator().manual_seed(0)  # the first rank's state
     first = torch.randint(256, (1 << 20,), generator=generator, dtype=torch.uint8)
     return all(torch.equal(one.loaded, first) for one in model)
 
@@ -787,7 +787,7 @@ def much_extra_state(path: Path) -> bool:
 def test_much_extra_state_passes_through_the_store(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, much_extra_state, tmp_path / "new") == [True, True]
     (path,) = [one for one in tmp_path.iterdir() if one.is_dir()]
-    assert (path / MANIFEST).stat().st_size < 20 << 20  # once, and not for each rank
+    assert (path / MANIFEST).stat().st_size < 20 << 20  # stored once, not once a rank
 
 
 @pytest.mark.parametrize("name", ["every", "keep", "copies"])

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: every layout to every layout, on any number of ranks, bit for bit."""
+"""Checkpoints on disk load from every layout into every other, bit for bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ALL = list(itertools.product(WORLDS, WAYS))
 
 @pytest.fixture(scope="module")
 def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A checkpoint of each way on each number of ranks."""
+    """Save a checkpoint in each way on each number of ranks; return the paths."""
     folder = tmp_path_factory.mktemp("saved")
     for world, way in ALL:
         pool.run(world, saves, way, folder / f"{way}-{world}")

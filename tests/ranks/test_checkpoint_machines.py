@@ -1,6 +1,6 @@
-"""Checkpoints in folders that machines have for themselves, with copies on others.
+"""Checkpoints in folders local to each machine, with copies on other machines.
 
-Ranks of different ``MACHINES`` see different folders here, as machines do.
+Ranks that belong to different machines use different folders here.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def files(root: Path, step: int) -> list[int]:
 def saves(
     way: str, roots: Sequence[Path], copies: int, steps: Sequence[int] = (2,), mode: str = "sync"
 ) -> list[list[int]]:
-    """Train and save, with one of ``roots`` for each rank; return whose files are on its machine.
+    """Train and save into ``roots``, one for each rank; return the files on this rank's machine.
 
-    The whole state goes to a file beside the first one.
+    Rank 0 writes the full state to a file beside the first folder.
     """
     root = roots[dist.get_rank()]
     checkpointer = Checkpointer(root, copies=copies, keep=1, mode=mode)
@@ -66,7 +66,7 @@ def saves(
 
 
 def loads(way: str, roots: Sequence[Path], whole: Path, step: int) -> bool:
-    """Load on other machines or another number of ranks; compare with what was saved."""
+    """Load, on other machines or another number of ranks; compare with the saved state."""
     model, optimizer = built(way, 5)
     loaded = Checkpointer(roots[dist.get_rank()], copies=2).load(model, optimizer)
     assert loaded is not None
@@ -82,7 +82,7 @@ PLACED = [
     ("001", 2, [[0, 1, 2], [0, 1, 2]]),
     ("0112", 2, [[0, 3], [0, 1, 2], [1, 2, 3]]),
     ("0123", 3, [[0, 2, 3], [0, 1, 3], [0, 1, 2], [1, 2, 3]]),
-    ("0011", 9, [[0, 1, 2, 3], [0, 1, 2, 3]]),  # as many as there are
+    ("0011", 9, [[0, 1, 2, 3], [0, 1, 2, 3]]),  # at most one copy on each machine
     ("00", 2, [[0, 1]]),
     ("01", 1, [[0], [1]]),
 ]
@@ -100,12 +100,12 @@ def test_each_machine_has_its_files_and_those_of_the_ones_before(
 
 LOST = [
     ("0011", "1", "00"),  # a machine is lost
-    ("0011", "0", "111"),  # the first one, and there are more ranks
+    ("0011", "0", "111"),  # the first machine is lost, and the other has more ranks
     ("0123", "2", "013"),
-    ("0123", "02", "13"),  # two, not beside each other
-    ("0011", "1", "0022"),  # another one takes its place
-    ("012", "1", "210"),  # the same, in another order, and one of them lost its memory
-    ("01", "", "0"),  # the machine is there, and its rank is not
+    ("0123", "02", "13"),  # two machines that are not neighbours are lost
+    ("0011", "1", "0022"),  # another machine takes the place of a lost one
+    ("012", "1", "210"),  # the machines change order, and one lost its memory
+    ("01", "", "0"),  # only the rank of one machine is lost
 ]
 
 
@@ -123,7 +123,7 @@ def test_what_is_left_is_enough(
 
 
 def spoil(file: Path) -> None:
-    """Change a byte of a file, and not its size."""
+    """Change a byte of a file; its size stays."""
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -163,7 +163,7 @@ def finds_nothing(roots: Sequence[Path]) -> str:
 
 def test_a_file_that_is_nowhere_is_named_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     pool.run(4, saves, "rows", folders(tmp_path, "0123"), 2)
-    for one in "12":  # neighbours: the files of rank 1 are gone
+    for one in "12":  # neighbours: the files of rank 1 are on no other machine
         shutil.rmtree(tmp_path / f"machine-{one}")
     (said,) = {*pool.run(2, finds_nothing, folders(tmp_path, "03"))}
     assert "rank-00001.safetensors is on none of the remaining machines" in said
@@ -185,7 +185,7 @@ def test_an_older_one_is_taken_if_the_newest_is_not_complete(
 
 
 def saves_again(roots: Sequence[Path], step: int) -> list[str]:
-    """Save a step of which only some machines have a checkpoint; return what is there then."""
+    """Save a step that some machines already have; return the names in the folder."""
     root = roots[dist.get_rank()]
     model, optimizer = trained("rows", step)
     Checkpointer(root, copies=2, keep=1).save(model, optimizer, {"step": step}, step=step)
@@ -204,7 +204,7 @@ def test_a_step_that_some_machines_had_is_saved_again_and_never_mixed(
     said = pool.run(4, saves_again, roots, 3)
     assert said == [[NAME.format(3)]] * 4
     assert files(tmp_path / "machine-0", 3) == [0, 1, 2, 3]
-    # One that was written by others, under the same name, is not looked at.
+    # A checkpoint of another run under the same name is ignored.
     pool.run(3, saves, "rows", folders(tmp_path / "other", "000"), 2, (3,))
     foreign = tmp_path / "machine-2" / NAME.format(3)
     shutil.copytree(tmp_path / "other/machine-0" / NAME.format(3), foreign)
@@ -231,15 +231,15 @@ def fails(roots: Sequence[Path], where: str) -> str:
             patch.setattr("fullshard.checkpoint.saving.write.Writing.run", raises_full)
         with pytest.raises(CheckpointError) as caught:
             checkpointer.save(model, optimizer, step=2)
-    dist.barrier()  # the first rank of each machine removes what is there
+    dist.barrier()  # the first rank of each machine removes unfinished files
     left = sorted(one.name for one in root.iterdir() if not one.name.startswith(".machine"))
     half = ["latest", NAME.format(1), NAME.format(2)] if where == "renaming" else []
     assert left in (["latest", NAME.format(1)], half), left
-    model(noise(4, 192, seed=0)).sum().backward()  # training goes on
+    model(noise(4, 192, seed=0)).sum().backward()  # training continues
     loaded = Checkpointer(root, copies=2).load(*built("rows", 3))
     assert loaded is not None
     checkpointer.save(model, optimizer, step=3)
-    return str(caught.value).partition(": ")[2]  # without the path, which is this machine's
+    return str(caught.value).partition(": ")[2]  # without the path, which differs by machine
 
 
 def raises_full(*_: object) -> None:
@@ -264,7 +264,7 @@ def test_a_machine_that_cannot_write_or_send_fails_all_and_leaves_nothing(
 
 
 def takes_the_newest(roots: Sequence[Path], disk: Path) -> list[int]:
-    """Save to memory and to a disk in turns; return the steps that are loaded."""
+    """Save to memory and to a disk in turns; return the loaded steps."""
     memory = Checkpointer(roots[dist.get_rank()], every=2, keep=1, copies=2)
     seldom = Checkpointer(disk, every=5)
     steps = []
@@ -299,7 +299,7 @@ def test_the_newest_of_memory_and_disk_is_loaded(
 
 
 def give_away(root: Path) -> None:
-    """Give a folder to another user, or let this process believe that it is another one."""
+    """Make a folder that belongs to another user."""
     root.mkdir(mode=0o700)
     os.chown(root, 12345, -1)
 
@@ -339,7 +339,7 @@ def test_a_folder_that_others_can_change_is_refused_each_time(tmp_path: Path, fo
 
 @on_ranks(2)
 def test_a_folder_that_others_can_change_is_told_on_all_ranks(tmp_path: Path) -> None:
-    """Save where the second machine has a folder that all users may change."""
+    """A folder that all users may change on one machine is reported on all ranks."""
     roots = folders(tmp_path, "01")
     root = roots[dist.get_rank()]
     if dist.get_rank() == 1:
@@ -358,7 +358,7 @@ def server(tmp_path: Path) -> Any:
 
 
 def test_who_reads_a_file_may_pause(server: peers.Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that read a checkpoint wait for each other between its parts."""
+    """A connection survives a pause of the reader, as ranks wait for each other between reads."""
     monkeypatch.setattr(peers, "stall_s", lambda: 0.2)
     file = peers.PeerFile(server.address, 0, "a", 100)
     into = bytearray(10)
@@ -370,7 +370,7 @@ def test_who_reads_a_file_may_pause(server: peers.Server, monkeypatch: pytest.Mo
 
 
 def asked(server: peers.Server, key: str, *request: int) -> bytes:
-    """Return what a stranger gets who sends a request."""
+    """Send a raw request with ``key``; return the answer."""
     host, port, _ = server.address.split()
     with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(peers._REQUEST.pack(bytes.fromhex(key), *request))
@@ -389,11 +389,11 @@ def test_files_are_sent_to_who_shows_the_key_alone(server: peers.Server) -> None
     one.close()
     assert asked(server, "00" * 32, 0, 0, 10) == b""
     assert asked(server, key[:-2] + ("00" if key[-2:] != "00" else "11"), 0, 0, 10) == b""
-    for number in (-1, 1, 1 << 40):  # no file but those that are offered
+    for number in (-1, 1, 1 << 40):  # only offered files are served
         assert asked(server, key, number, 0, 6) == b""
     for offset, nbytes in [(-1, 5), (0, -5), (0, 0)]:
         assert asked(server, key, 0, offset, nbytes) == b""
-    assert asked(server, key, 0, 95, 10) == bytes(range(95, 100))  # and then it hangs up
+    assert asked(server, key, 0, 95, 10) == bytes(range(95, 100))  # and the connection is closed
 
 
 def test_others_are_served_after_a_thread_that_could_not_start(

@@ -1,4 +1,4 @@
-"""Checkpoints of optimizers that did not step on all parameters, through files."""
+"""Checkpoints, through files, of optimizers that did not step all parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FACES = ["per_parameter", "ragged", "originals", "flat"]
 
 
 class Experts(nn.Module):
-    """Of two experts one may be sent nothing for a while."""
+    """Two experts, of which the second may be unused for a while."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def locals_of(own: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def resumes(face: str, other: str, *, saved: bool, loading: bool, by_torch: bool) -> None:
-    """``saved``, ``loading``: whether the second expert stepped before that."""
+    """Save and load; ``saved`` and ``loading`` say whether the second expert stepped before."""
     plain = Experts()
     model, fresh = sharded(face), sharded(other)
     its = torch.optim.Adam(plain.parameters(), lr=1e-2)
@@ -112,7 +112,7 @@ def resumes(face: str, other: str, *, saved: bool, loading: bool, by_torch: bool
             "model": checkpoint.sharded_state_dict(fresh),
             "optim": checkpoint.sharded_optim_state_dict(fresh, new, template=True),
         }
-        for name, own in before.items():  # the template changes no state that there is
+        for name, own in before.items():  # making the template changes no existing state
             found = locals_of(state["optim"]["state"][name])
             assert all(torch.equal(found[key], value) for key, value in own.items()), name
         dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())

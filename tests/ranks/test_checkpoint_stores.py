@@ -1,4 +1,4 @@
-"""Checkpoints in object stores: complete or absent, verified, and never mixed."""
+"""Checkpoints in object stores: complete or absent, verified, never mixed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def url_of(folder: Path) -> str:
 
 
 def saves(way: str, folder: Path, mode: str) -> None:
-    """Train and save; rank 0 also keeps the whole state."""
+    """Train and save; on rank 0, also save the full state."""
     model, optimizer = built(way, 1)
     model(noise(4, 192, seed=1)).square().mean().backward()
     optimizer.step()
@@ -42,7 +42,7 @@ def saves(way: str, folder: Path, mode: str) -> None:
     whole = everything(model, optimizer)
     if dist.get_rank() == 0:
         torch.save(whole, folder.with_suffix(".pt"))
-    optimizer.step()  # waits for copies only
+    optimizer.step()  # waits for the copies only
     pending.wait()
     assert str(pending.path) == url_of(folder)
 
@@ -73,7 +73,7 @@ def test_a_store_keeps_every_layout_bit_for_bit(
 
 
 def to_version_1(path: Path) -> None:
-    """Rewrite a checkpoint as version 1 of the format had it: digests in the headers of files."""
+    """Rewrite a checkpoint in version 1 of the format, with digests in the headers of files."""
     manifest = json.loads((path / MANIFEST).read_text())
     del manifest["digest"]
     for file in manifest["files"]:
@@ -228,7 +228,7 @@ def test_a_request_that_fails_fails_the_save_on_all_ranks(
     assert text.startswith(f"CheckpointError: save to {url_of(tmp_path / 'run')}/step-2: rank")
     assert f"emulated://{tmp_path}" in text and "the wire was cut" in text
     assert "check the network" in text
-    is_unknown = (kind, number) == ("put", 2)  # the manifest may appear later
+    is_unknown = (kind, number) == ("put", 2)  # the store may still complete the manifest's upload
     assert bool(left) == is_unknown and ("left in the store" in text) == is_unknown
 
 
@@ -269,7 +269,7 @@ def test_what_keeps_ranks_from_the_store_is_explained(tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails_is_not_an_empty_one(tmp_path: Path) -> None:
-    """Else a job that cannot reach its checkpoints would start anew, and replace them."""
+    """A failing request raises, so that no job takes the store for empty and starts anew."""
     root = url_of(tmp_path / "run")
     checkpoint.Checkpointer(root).save(*alone(), step=1)
     requests: list[str] = []
@@ -368,7 +368,7 @@ def test_a_branch_that_was_left_is_put_aside_and_can_be_brought_back(tmp_path: P
     model, optimizer = alone()
     assert checkpoint.Checkpointer(root).load(model, optimizer) is not None
     assert same(everything(model, optimizer), everything(*alone(22)))
-    checkpoint.Checkpointer(root).save(*alone(5), step=5)  # removes nothing that is in a manifest
+    checkpoint.Checkpointer(root).save(*alone(5), step=5)  # deletes no object that a manifest lists
     for step in (2, 3):
         (aside,) = (tmp_path / f"step-{step:06d}").glob("replaced-*.json")
         aside.replace(aside.with_name(MANIFEST))
@@ -396,11 +396,11 @@ def test_only_intact_checkpoints_count_for_keep(pool: RankPool, tmp_path: Path, 
     said = pool.run(2, keeps, tmp_path / "run", mode)
     assert said[0] == said[1] and 5 in said[0] and len(said[0]) >= 2
     prefixes = {name.partition("/")[0] for name in objects(tmp_path / "run")}
-    assert prefixes == {f"step-{step:06d}" for step in said[0]}  # nothing else is left
+    assert prefixes == {f"step-{step:06d}" for step in said[0]}  # nothing else remains
 
 
 def loads_what_vanishes(folder: Path) -> list[str]:
-    """Load while another job replaces and removes what is read."""
+    """Load while an object that is being read disappears; return the errors."""
     url = url_of(folder)
     model, optimizer = built("rows", 1)
     checkpoint.save(url, model, optimizer, step=1)

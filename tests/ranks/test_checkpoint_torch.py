@@ -44,8 +44,9 @@ CASES = [
 
 
 def plain(mesh: str) -> Net:
-    """Untied and trainable, as FSDP1 unties and unfreezes DTensors; on two dims of even sizes, as
-    FSDP2 misreads others.
+    """Return an untied, trainable model: FSDP1 unties and unfreezes DTensors.
+
+    On a 2-D mesh all sizes are even, because FSDP2 misreads uneven ones.
     """
     model = Net(*((8, 16) if mesh == "2d" else ())).double()
     if mesh == "2d":
@@ -57,7 +58,7 @@ def plain(mesh: str) -> Net:
 
 
 def theirs(kind: str, mesh: str) -> Any:
-    """The same model, sharded by PyTorch."""
+    """Return the same model, sharded by PyTorch."""
     from torch.distributed.fsdp import fully_shard
 
     model = plain(mesh)
@@ -93,7 +94,7 @@ def fsdp1(model: Net, mesh: Any) -> Any:
 
 
 def in_form(kind: str, model: Any, *, full: bool) -> Any:
-    """FSDP1 wants to be told which state dicts are meant."""
+    """Select FSDP1's state dict type in the block."""
     from torch.distributed import fsdp
 
     if kind != "fsdp1":
@@ -105,7 +106,7 @@ def in_form(kind: str, model: Any, *, full: bool) -> Any:
             model,
             fsdp.StateDictType.FULL_STATE_DICT,
             fsdp.FullStateDictConfig(),
-            fsdp.FullOptimStateDictConfig(offload_to_cpu=False),  # on a CPU it reads freed memory
+            fsdp.FullOptimStateDictConfig(offload_to_cpu=False),  # else it reads freed CPU memory
         )
     return cls.state_dict_type(
         model,
@@ -144,7 +145,7 @@ def whole(value: Any) -> Any:
 
 
 def same_values(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Of two state dicts of models, or of optimizers, whole or not."""
+    """Check that two state dicts of models or optimizers are equal, sharded or not."""
     assert set(one) == set(other)
     for name, value in one.items():
         if isinstance(value, dict):
@@ -177,7 +178,7 @@ def from_theirs(kind: str, mesh: str, layout: str) -> None:
         same_values(checkpoint.full_state_dict(model, rank0_only=False), state)
         got = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)
         same_values(got["state"], optim["state"])
-        trained(model, optimizer, 1)  # goes on as it would have
+        trained(model, optimizer, 1)  # the loaded model trains on like the source
     trained(source, its_optimizer, 1)
     with in_form(kind, source, full=False):
         same_values(checkpoint.full_state_dict(model, rank0_only=False), source.state_dict())
@@ -192,7 +193,7 @@ def to_theirs(kind: str, mesh: str, layout: str) -> None:
         if kind == "fsdp1":
             trained(target, its_optimizer, 1)
         if full and mesh == "2d" and kind == "fsdp1":
-            continue  # it cannot load a truly full state dict on two dims
+            continue  # FSDP1 cannot load full tensors on a 2-D mesh
         if full:
             state = checkpoint.full_state_dict(model, rank0_only=False)
             optim = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -226,7 +227,7 @@ def test_what_we_save_they_load(pool: RankPool, kind: str, mesh: str, layout: st
 @on_ranks(3)
 @pytest.mark.parametrize(("mesh", "layout"), [("1d", "per_param"), ("1d", "element")])
 def test_the_first_rank_reads_for_all(mesh: str, layout: str) -> None:
-    """Only the first rank reads; weights and the optimizer's state reach all."""
+    """PyTorch's setters broadcast weights and optimizer state from the first rank."""
     alone = plain(mesh)
     own = adamw(alone)
     trained(alone, own)
@@ -234,9 +235,9 @@ def test_the_first_rank_reads_for_all(mesh: str, layout: str) -> None:
     is_first = dist.get_rank() == 0
     with patch_torch():
         model, optimizer = ours(mesh, layout, adamw)
-        for at_first in (True, False):  # without any state yet, and with other
+        for at_first in (True, False):  # first into no optimizer state, then into other state
             set_model_state_dict(model, alone.state_dict() if is_first else {}, options=options)
-            # What is set shares its counts of steps with what was given.
+            # The optimizer would share its step counts with the given state.
             state = copy.deepcopy(get_optimizer_state_dict(alone, own)) if is_first else {}
             set_optimizer_state_dict(model, optimizer, state, options=options)
             found = checkpoint.full_state_dict(model, rank0_only=False)

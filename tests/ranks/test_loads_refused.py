@@ -1,4 +1,4 @@
-"""State that one rank cannot load: all ranks raise at once, and nothing was changed."""
+"""State that one rank cannot load: all ranks raise at once, and nothing changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks.pool import RankPool, on_ranks
 
 
 def on_some_ranks(what: str) -> list[str]:
-    """What each way of having state on some ranks only raises here, in order."""
+    """Load with state on some ranks only, in several ways; return the errors in order."""
     model = shard(make(), layout=Ragged())
     optimizer = optimizer_of(model)
     step(model, optimizer)
@@ -69,7 +69,7 @@ def test_all_ranks_raise_if_some_have_no_state(pool: RankPool, what: str) -> Non
 
 
 def options_of_the_second_rank(path: Path, **options: Any) -> tuple[str, bool]:
-    """What ``load`` raises if rank 1 has other options, and whether anything was changed."""
+    """Load with other options on rank 1; return the error, and whether nothing changed."""
     model = shard(make(), layout=Ragged())
     optimizer = optimizer_of(model)
     step(model, optimizer)
@@ -108,7 +108,7 @@ def test_all_ranks_raise_if_options_differ(
     ],
 )
 def test_all_ranks_raise_if_checkpointers_differ(tmp_path: Path, what: str, told: str) -> None:
-    """What is raised if rank 1 has another ``Checkpointer``, or none."""
+    """All ranks raise if rank 1 has another ``Checkpointer``, or none."""
     model, odd = shard(make()), dist.get_rank() == 1
     keep, copies = (2 if what == "keep" and odd else 1), (2 if what == "copies" and odd else None)
     one = Checkpointer(tmp_path, keep=keep, copies=copies)
