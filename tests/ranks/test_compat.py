@@ -1,4 +1,4 @@
-"""``patch_torch`` with process groups: the collectives are PyTorch's, the training is right."""
+"""``patch_torch`` with process groups: PyTorch's collectives, values of the unsharded model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLLECTIVES = (GATHER, REDUCE, "all_reduce")
 
 
 def shard(model: Net, mesh: Any = None, **options: Any) -> Any:
-    """As a program written for PyTorch shards it, with whatever stands in its place."""
+    """Shard as a program for PyTorch does, with PyTorch's or the patched ``fully_shard``."""
     return shard_units(model, model.blocks, by=fsdp.fully_shard, mesh=mesh, **options)
 
 
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def watched() -> Iterator[list[Call]]:
-    """What is called through the attributes of ``torch.distributed``, replaced for the moment."""
+    """Record the calls of ``torch.distributed`` collectives in the block."""
     calls: list[Call] = []
 
     def watch(name: str) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def mesh_of(name: str) -> Any:
 def what_is_issued(
     patched: bool, mesh: str, reshard: bool | None, dtypes: tuple[torch.dtype, ...]
 ) -> tuple[Counter[Call], Counter[str]]:
-    """In two steps: calls of functions, and the operators that they come to."""
+    """Return the function calls and operators of the collectives in two steps."""
     dtype, param_dtype, reduce_dtype = dtypes
     with patch_torch() if patched else nullcontext():
         policy = fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
@@ -104,8 +104,8 @@ DTYPES = [
 @on_ranks(4)
 @pytest.mark.parametrize(("mesh", "expected"), [("1-D", 118), ("2-D", 160)])
 def test_what_is_issued_is_what_fsdp2_issues(mesh: str, expected: int) -> None:
-    """The functions called, as often, with these dtypes and operations, and nothing else."""
-    warnings.simplefilter("ignore")  # those of CommDebugMode
+    """A patched program issues FSDP2's collectives, with the same dtypes and operations."""
+    warnings.simplefilter("ignore")  # warnings of CommDebugMode
     total = 0
     for dtypes in DTYPES:
         for reshard in (True, False, None) if dtypes[0] is torch.float64 else (True,):
@@ -123,7 +123,7 @@ def test_a_model_of_a_patched_program_trains_as_unsharded(world: int) -> None:
         with patch_torch():
             model = shard(copy.deepcopy(plain), mesh)
         optimizers = [optimizer_of(plain), optimizer_of(model)]
-        for number in range(3):  # patched no longer, it goes on as it began
+        for number in range(3):  # after the patch ended
             for one, optimizer in zip((plain, model), optimizers, strict=True):
                 step(one, optimizer, number)
         assert apart(model, plain) <= EXACT
@@ -131,7 +131,7 @@ def test_a_model_of_a_patched_program_trains_as_unsharded(world: int) -> None:
 
 @on_ranks(2)
 def test_our_own_layouts_call_the_same_functions() -> None:
-    """Ragged shards, and a weight so large that it is gathered in place, by a call of its own."""
+    """Ragged shards, and large weights gathered in place, use the same functions."""
     plain, large = make(), fill(nn.Linear(512, 512).double(), scale=0.1)
     with patch_torch(), watched() as calls:
         ragged = shard(copy.deepcopy(plain), layout=fullshard.Ragged())
@@ -149,10 +149,7 @@ def test_our_own_layouts_call_the_same_functions() -> None:
 
 @on_ranks(2, 3)
 def test_low_precision_is_that_of_fsdp2() -> None:
-    """Equal bits where the dtype is reduced by one operation; fp16 is divided around it.
-
-    How far we are from PyTorch's FSDP2, in dtypes whose sums depend on their order.
-    """
+    """Low-precision training stays close to FSDP2's, in dtypes whose sums depend on their order."""
     far = []
     for param_dtype, reduce_dtype in [(None, None), *(dtypes[1:] for dtypes in DTYPES[2:])]:
         models = []
@@ -175,7 +172,7 @@ def test_low_precision_is_that_of_fsdp2() -> None:
 
 @on_ranks(4)
 def test_means_in_fp16_do_not_overflow() -> None:
-    """Gradients whose sum does not fit in fp16, but whose mean does."""
+    """Means fit in fp16 where sums do not."""
     mesh = init_device_mesh("cpu", (4,))
     with patch_torch():
         reduce = comm.collectives_of(mesh)
@@ -197,7 +194,7 @@ def apart_in_gradients(plain: nn.Module, sharded: nn.Module) -> float:
 
 @on_ranks(2, 3, 4)
 def test_pytorchs_own_trains_before_during_and_after() -> None:
-    """PyTorch's own before, during and after; ours during and after."""
+    """PyTorch's models train before, during and after the patch; ours during and after."""
     plain, theirs = make(), shard(make())
     models = [plain, theirs]
     with patch_torch():
@@ -212,7 +209,7 @@ def test_pytorchs_own_trains_before_during_and_after() -> None:
         optimizers = [optimizer_of(model) for model in models]
         for one, optimizer in zip(models, optimizers, strict=True):
             step(one, optimizer, 0)
-        theirs.set_requires_gradient_sync(False)  # it finds its modules by its own class
+        theirs.set_requires_gradient_sync(False)  # PyTorch finds modules by PyTorch's class
         theirs(batch(8)).sum().backward()
         assert all(param.grad is None for param in theirs.parameters())
         theirs.set_requires_gradient_sync(True)
@@ -235,7 +232,7 @@ def test_pytorchs_own_trains_before_during_and_after() -> None:
 
 @on_ranks(2)
 def test_wrappers_of_pytorchs_train_on() -> None:
-    """A wrapper of PyTorch's FSDP1 that is older than the patch, beside the unsharded model."""
+    """A PyTorch FSDP1 wrapper made before the patch trains on while PyTorch is patched."""
     plain = make()
     cpu = torch.device("cpu")
     model = fsdp.FullyShardedDataParallel(copy.deepcopy(plain), device_id=cpu, use_orig_params=True)
@@ -249,7 +246,7 @@ def test_wrappers_of_pytorchs_train_on() -> None:
 
 @on_ranks(2)
 def test_policies_of_pytorchs_classes_do() -> None:
-    """Policies and placements made before, of classes that are no longer there."""
+    """Policies of PyTorch's classes, made before the patch, still work."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float64, cast_forward_inputs=False)
     plain, *models = make(), make(), make()
     for model, offload in zip(
@@ -279,8 +276,8 @@ def test_what_is_sharded_later_communicates_in_our_way_again() -> None:
 
 @on_ranks(2, timeout_s=120)
 def test_a_patched_program_may_compile() -> None:
-    """Blocks one by one, and a whole model."""
-    warnings.simplefilter("ignore")  # the compiler's own
+    """Compiled blocks and a compiled model train alike."""
+    warnings.simplefilter("ignore")  # warnings of the compiler
     torch._dynamo.reset()
     far = []
     for what in ("blocks", "model"):
@@ -315,9 +312,9 @@ OUR_FIELDS = {field.name for field in fields(fullshard.MixedPrecisionPolicy)}
     bool(THEIR_FIELDS - OUR_FIELDS), reason="PyTorch asks our policies for fields that they lack"
 )
 def test_replicate_goes_on_being_pytorchs() -> None:
-    """PyTorch 2.15 copies the policies that it is given field by field.
+    """PyTorch's ``replicate`` works under the patch, with patched policies and without.
 
-    PyTorch's own ``replicate``, with its own policies and with those that stand for them.
+    PyTorch 2.15 copies each field of the policies.
     """
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 
@@ -339,8 +336,8 @@ def test_replicate_goes_on_being_pytorchs() -> None:
 
 
 def fails_alone() -> str:
-    """What a rank raises if rank 1 fails before it gathers the second block."""
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # of no use after the fault
+    """Return the error of this rank if rank 1 fails before it gathers the second block."""
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # the fault makes the group unusable
     model = make()
     with pytest.MonkeyPatch.context() as patched, patch_torch():
         patched.setenv("FULLSHARD_PATIENCE_S", "1")
@@ -357,7 +354,7 @@ def fails_alone() -> str:
 
 
 def test_a_fault_ends_waits_for_the_public_functions(pool: RankPool) -> None:
-    """Gloo's own waits do not end before the group's time-out, half an hour later."""
+    """A fault ends the waits of other ranks; Gloo alone would wait for half an hour."""
     waiting, failed = pool.run(2, fails_alone, timeout_s=90)
     assert failed == "RuntimeError: alone"
     assert waiting.startswith("PeerError") and "rank 1" in waiting

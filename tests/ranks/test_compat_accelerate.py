@@ -1,7 +1,7 @@
-"""Accelerate shards on CPUs if it is asked to, while PyTorch is patched.
+"""Accelerate shards on CPUs on request while PyTorch is patched.
 
-What it and the trainers that build on it then do is tested in ``tests/frameworks``.
-An ``Accelerator`` sets up a process for good, so each program runs in processes of its own.
+Training with Accelerate and with trainers that build on it is tested in ``tests/frameworks``. An
+``Accelerator`` changes its process for good, so each program runs in its own processes.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ if accelerator.is_main_process:
     print(f"{accelerator.distributed_type.value} {ours} {loss.item():.6f}")
 accelerator.end_training()
 """
-# A thread of gloo lets go of a Python object after its last collective. If the interpreter is
-# ending meanwhile, PyTorch aborts ("terminate called without an active exception"), also without
+# A gloo thread releases a Python object after its last collective. If the interpreter is shutting
+# down meanwhile, PyTorch aborts ("terminate called without an active exception"), with or without
 # fullshard.
 AT_ONCE = """
 sys.stdout.flush()
@@ -71,7 +71,7 @@ os._exit(0)
 
 
 def run(folder: Path, source: str, *arguments: str, patched: bool) -> tuple[str, int, float]:
-    """What a program on two ranks printed: the kind of training, units of ours, the loss."""
+    """Run a program on two ranks; return the kind of training, our number of units, the loss."""
     (folder / "program.py").write_text(source + AT_ONCE)
     compat = ("-m", "fullshard.compat") if patched else ()
     command = [sys.executable, *TORCHRUN, *compat, "program.py", *arguments]
@@ -86,7 +86,7 @@ def test_the_environment_shards_on_cpus(tmp_path: Path) -> None:
     kind, units, loss = run(tmp_path, PROGRAM, "env", patched=True)
     assert kind == "FSDP" and units == 3
     kind, units, alone = run(tmp_path, PROGRAM, "plugin", patched=False)
-    assert kind == "MULTI_CPU" and units == 0  # DDP, which PyTorch's users get without a word
+    assert kind == "MULTI_CPU" and units == 0  # DDP, which PyTorch's users get without a warning
     assert loss == pytest.approx(alone, abs=1e-5)
 
 
@@ -97,7 +97,7 @@ def test_who_asks_for_no_sharding_gets_none(tmp_path: Path) -> None:
 
 
 def accelerate_like(monkeypatch: pytest.MonkeyPatch, has_fsdp: bool) -> Any:
-    """A module in the place of ``accelerate.state``."""
+    """Return a stand-in for the module ``accelerate.state``."""
     names = {"MULTI_CPU": "cpu", **({"FSDP": "fsdp"} if has_fsdp else {})}
     kinds: Any = type("Kind", (), {})
     for name in names:

@@ -1,6 +1,6 @@
-"""``python -m fullshard.compat``: programs that nobody edited run on our engine.
+"""``python -m fullshard.compat`` runs unedited programs on our engine.
 
-Their start is what is tested, so they run in processes of their own.
+The tests cover the start of programs, so each program runs in its own processes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ model = nn.parallel.DistributedDataParallel(build())
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the programs, each of which imports a module that lies beside it."""
+    """Return a folder with the programs; each imports a module from its own folder."""
     beside = tmp_path / "programs"
     beside.mkdir()
     (beside / "neighbor.py").write_text('WORD = "found"\n')

@@ -1,6 +1,6 @@
-"""What frameworks import from PyTorch's private files of FSDP, on modules that we sharded.
+"""Attributes of PyTorch's private FSDP files that frameworks read, on modules that we sharded.
 
-What PyTorch answers for its own modules is the oracle.
+The expected values are PyTorch's answers for its own modules.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def mesh_facts(info: Any) -> Any:
 
 
 def group_facts(group: Any, model: nn.Module) -> Facts:
-    """Parameters by name: ours are in the order of ``named_parameters``, PyTorch's are not."""
+    """Return facts of a group, with parameters sorted by name: PyTorch orders them differently."""
     assert isinstance(group, _fsdp_param_group.FSDPParamGroup)
     name_of = {module: name for name, module in model.named_modules()}
     params = dict(model.named_parameters())
@@ -69,13 +69,13 @@ def group_facts(group: Any, model: nn.Module) -> Facts:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """PyTorch 2.11 knows one group, and no property."""
+    """Return a state's groups; PyTorch 2.11 has one group and no property."""
     has_one = "_fsdp_param_group" not in vars(_fsdp_state.FSDPState)
     return [state._fsdp_param_group] if has_one else state._fsdp_param_groups
 
 
 def state_facts(model: Any) -> list[Facts]:
-    """All that is read from the states of a tree, from the root to the leaves."""
+    """Return all facts of the states in a tree, from the root to the leaves."""
     facts = []
     for module in model.modules():
         state = _fsdp_state._get_module_fsdp_state(module)
@@ -102,7 +102,7 @@ def state_facts(model: Any) -> list[Facts]:
 
 
 def training_states(model: Any) -> list[str]:
-    """What a block is doing, asked in its forward and in its backward."""
+    """Return a block's training states in its forward, in its backward and afterwards."""
     found = []
     block = model.blocks[0]
 
@@ -276,7 +276,7 @@ def test_states_and_handles_are_those_of_fsdp1(use_orig_params: bool) -> None:
 
 
 def read_of_an_unrun_model() -> list[bool]:
-    """Reads that cost nothing, of a model that has not run yet."""
+    """Read attributes of a model that has not run yet; return whether each is right."""
     with patch_torch():
         model = shard(make())
         from torch.distributed.fsdp._fully_shard._fsdp_init import (

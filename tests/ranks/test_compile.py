@@ -1,4 +1,4 @@
-"""``torch.compile`` of blocks and of whole models, beside PyTorch's FSDP compiled alike."""
+"""``torch.compile`` of blocks and whole models, beside PyTorch's FSDP compiled alike."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Counts:
-    """How Dynamo compiled a program.
+    """Dynamo's counts for a program.
 
     Attributes:
-        graphs: how many it made.
-        breaks: how often it could not go on in one graph.
-        late: how many graphs it made after the second step.
+
+        graphs: number of graphs.
+        breaks: number of graph breaks.
+        late: number of graphs made after the second step.
     """
 
     graphs: int
@@ -65,7 +66,7 @@ Wrap = Callable[[GPT, str], nn.Module]
 
 
 def both(face: str) -> tuple[Wrap, Wrap]:
-    """Return how PyTorch and how we shard a model for ``face``."""
+    """Return PyTorch's and our way to shard a model for ``face``."""
     if face == "flat":
         return partial(wrap_flat, theirs), partial(wrap_flat, fullshard)
     layout = fullshard.Ragged() if face == "ragged" else None
@@ -110,8 +111,8 @@ def train(wrap: Wrap, scope: str, kind: str) -> tuple[list[float], Counts]:
 @pytest.mark.parametrize("scope", ["blocks before", "blocks after", "model"])
 @pytest.mark.parametrize("face", ["per-parameter", "ragged", "flat"])
 def test_no_more_breaks_and_graphs_than_pytorch(face: str, scope: str, kind: str) -> None:
-    """Return how far losses are from an uncompiled model's, and the counts of theirs and ours."""
-    warnings.simplefilter("ignore")  # the compiler's own
+    """Compiling makes at most as many graphs and graph breaks as with PyTorch's FSDP."""
+    warnings.simplefilter("ignore")  # warnings of the compiler
     their_wrap, our_wrap = both(face)
     with left():
         _, their_counts = train(their_wrap, scope, kind)

@@ -1,6 +1,6 @@
-"""Defects of PyTorch's FSDP2: shown there, and ours right. The others are where they belong.
+"""Defects of PyTorch's FSDP2, shown there and absent here.
 
-2.14 mended 6, 2.15 mended 3 and 5.
+PyTorch 2.14 fixed 6, and 2.15 fixed 3 and 5. Tests of other defects are elsewhere:
 
 1   test_meshes.py::test_gradients_are_divided_once_by_the_factor
 2   test_meshes.py::test_partial_gradients_stay_with_their_parameters
@@ -125,14 +125,14 @@ def test_defect_9_a_refusal_changes_nothing(pool: RankPool) -> None:
 
 
 def machine_policy(model: nn.Module) -> MachinePolicy:
-    """What our tree goes by; torch's has it in its states."""
+    """Return the scheduler's policy of our tree."""
     unit = unit_of(model)
     assert unit is not None and unit.engine is not None
     return unit.engine.scheduler.policy
 
 
 def last_backward_set_early(fsdp: Any) -> Any:
-    """Only the root's choice counts for a tree, whichever member it was told to."""
+    """Set a block's option before the first forward; return the root's, which alone counts."""
     model = shard(fsdp, make())
     model.blocks[0].set_is_last_backward(False)
     model(batch())
@@ -250,7 +250,7 @@ def test_defect_14_refusals_say_what_is_wrong(pool: RankPool) -> None:
         assert theirs[2][1] == ""
         assert ours[0][0] == "ConfigError" and "at least one module" in ours[0][1]
         assert ours[1][0] == "AlreadyShardedError" and "children first" in ours[1][1]
-        assert ours[2] == (OK, "")  # nothing is ever gathered, so the call has no effect
+        assert ours[2] == (OK, "")  # replicas are never gathered, so the call has no effect
 
 
 def pending(fsdp: Any) -> Any:

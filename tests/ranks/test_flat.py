@@ -1,4 +1,4 @@
-"""The flat face: FullyShardedDataParallel."""
+"""The flat interface, ``FullyShardedDataParallel``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_trains_as_the_unsharded_model(original: bool, strategy: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_zero_grad_frees_gradients(use_orig_params: bool) -> None:
-    """Whether ``zero_grad`` frees the memory of gradients, also of those that were lent."""
+    """``zero_grad`` frees the memory of gradients, also after a loan of full gradients."""
     model = FSDP(nn.Linear(256, 256), use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     freed = []

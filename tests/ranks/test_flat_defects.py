@@ -1,4 +1,4 @@
-"""Where FSDP1 goes wrong, by the numbers of its defects, and the flat face does not."""
+"""Defects of PyTorch's FSDP1, by number, which the flat interface does not have."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_defect_1_weights_are_never_stale(pool: RankPool, strategy: str) -> None
 
 
 def grid(shape: tuple[int, int], kind: str) -> DeviceMesh:
-    """A mesh of all ranks, its dims with or without names, of new groups or of given ones."""
+    """Return a mesh of all ranks: dims with or without names, groups made here or given."""
     names = ("copies", "shards") if kind == "named" else None
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     if kind != "from groups":
@@ -117,7 +117,7 @@ def test_defect_2_copies_that_nothing_shares_are_reduced(
 
 
 class Wide(nn.Module):
-    """Tensor-parallel layers, plain ones, a frozen one, a tied pair."""
+    """A model with tensor-parallel and plain layers, a frozen bias and a tied pair."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,10 +142,10 @@ def wide() -> Wide:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("original", [True, False], ids=["originals", "flat"])
 def test_defects_3_4_5_7_on_two_dims(original: bool, strategy: str) -> None:
-    """Clipping sees all ranks; frozen stays frozen, tied tied; gradients wait unreduced."""
+    """Clipping sees all ranks, frozen stays frozen, tied stays tied, and no_sync accumulates."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, plain = wide(), wide()
-    if not original:  # a unit shows one parameter, which is frozen or is not
+    if not original:  # a flat parameter is frozen as a whole or not at all
         for one in (model, plain):
             one.down.bias.requires_grad_(True)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -215,7 +215,7 @@ def test_defect_19_what_no_rank_used_is_not_optimized() -> None:
 
 
 def clips_while_unsharded(strategy: str) -> float:
-    """A forward without gradients in between does not hide gradients from clipping."""
+    """Return the difference that a forward without gradients makes to the clipped norm."""
     model = wrap(ours, make(FP64), "nested", sharding_strategy=ShardingStrategy[strategy])
     other = copy.deepcopy(model)
     for one in (model, other):
@@ -233,7 +233,7 @@ def test_clips_after_a_forward_without_gradients(pool: RankPool, strategy: str) 
 
 
 def starts(how: str) -> dict[str, Any]:
-    """Values and what was called, for modules on the meta device or unlike between ranks."""
+    """Return the initial values, and the initialised modules if the model was on meta."""
     seen: dict[str, Any] = {}
     called: list[str] = []
     if how == "sync":
@@ -296,7 +296,7 @@ def test_units_may_have_strategies_of_their_own() -> None:
 
 
 def steps_in_backward(original: bool) -> float:
-    """An optimizer for each parameter, which steps when its gradient is there."""
+    """Step one optimizer per parameter in backward; return the distance to the plain model."""
     model, plain = wrap(ours, make(FP64), "nested", use_orig_params=original), make(FP64)
     x = noise(4, 6, seed=1, dtype=FP64)
     for one in (model, plain):
@@ -321,7 +321,7 @@ def test_optimizers_step_in_backward(pool: RankPool) -> None:
 
 @on_ranks(2)
 def test_freed_parts_of_a_flat_parameter_keep_their_dtype() -> None:
-    """What stands in the places of freed parts of a flat parameter, between forwards."""
+    """Freed parts of a flat parameter are placeholders that keep dtype, shape and device."""
     model = FSDP(nn.Sequential(FSDP(nn.Linear(6, 4)), nn.Linear(4, 2)))
     inner = model.module[0].module
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""State dicts of the flat face between other wrappers, other optimizers and other readers."""
+"""State dicts of the flat interface with other wrappers, optimizers and readers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def same_weights(model: Any, plain: nn.Module) -> None:
 
 
 def same_state(ours: dict[str, Any], plain: nn.Module, theirs: torch.optim.Optimizer) -> None:
-    """``ours``, by names, is what the optimizer of ``plain`` has."""
+    """Check that ``ours``, keyed by name, equals the state of the optimizer of ``plain``."""
     name_of = {id(param): name for name, param in plain.named_parameters()}
     assert set(ours) == {name_of[id(param)] for param in theirs.state}
     for param, kept in theirs.state.items():
@@ -58,7 +58,7 @@ def same_state(ours: dict[str, Any], plain: nn.Module, theirs: torch.optim.Optim
 
 
 def checkpointed(original: bool, when: str) -> Any:
-    """Wrappers of activation checkpoints between ours and the modules, made before or after."""
+    """Wrap a model with ours and, before or after that, with activation checkpoints."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,
         checkpoint_wrapper,
@@ -105,7 +105,7 @@ def test_wrappers_of_activation_checkpoints_are_seen_through(original: bool) -> 
 
 
 def pair(original: bool, *, is_reversed: bool = False) -> tuple[Any, Any, Net, Any]:
-    """A wrapped model and a plain one after the same two steps, and their optimizers."""
+    """Return a wrapped and a plain model after the same two steps, with their optimizers."""
     plain = make()
     model = wrapped(original, plain)
     params = list(model.parameters())
@@ -120,7 +120,7 @@ def pair(original: bool, *, is_reversed: bool = False) -> tuple[Any, Any, Net, A
 @on_ranks(2, 3)
 @originals
 def test_optimizers_of_ranks_may_have_other_orders(original: bool) -> None:
-    """Ranks give their optimizers the parameters in different orders."""
+    """Ranks may give their optimizers the parameters in different orders."""
     model, ours, plain, theirs = pair(original, is_reversed=dist.get_rank() % 2 == 1)
     config = FullOptimStateDictConfig(rank0_only=True)
     for kind, how in ((FULL, None), (FULL, config), (SHARDED, None)):
@@ -139,7 +139,7 @@ def test_optimizers_of_ranks_may_have_other_orders(original: bool) -> None:
 
 @on_ranks(3)
 def test_ranks_without_the_same_parameters_are_told() -> None:
-    """One rank's optimizer lacks a parameter: said on all ranks, before anything is gathered."""
+    """An optimizer that lacks a parameter on one rank is refused on all before any gather."""
     plain = make()
     model = wrapped(True, plain)
     params = list(model.parameters())
@@ -163,7 +163,7 @@ def test_ranks_without_the_same_parameters_are_told() -> None:
 @on_ranks(2)
 @originals
 def test_parameters_may_be_given_instead_of_their_optimizer(original: bool) -> None:
-    """``optim_input``, or nothing, in place of the optimizer, as programs had it before."""
+    """Older calls may get ``optim_input``, or nothing, in place of the optimizer."""
     model, ours, plain, _ = pair(original)
     full = FSDP.full_optim_state_dict(model, ours, rank0_only=False)
     params = list(model.parameters())
@@ -195,12 +195,12 @@ def test_parameters_may_be_given_instead_of_their_optimizer(original: bool) -> N
 @on_ranks(2)
 @originals
 def test_forms_of_optimizers_state(original: bool) -> None:
-    """State by names of parameters, state without groups, and values that are no tensors."""
+    """Optimizer state may be keyed by name, lack groups, or have values other than tensors."""
 
     model, ours, plain, theirs = pair(original)
     params = list(model.parameters())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's own, of what stands beside it and of groups
+        warnings.simplefilter("ignore")  # warnings of PyTorch's _NamedOptimizer
         from torch.distributed.optim import _NamedOptimizer
 
         named = _NamedOptimizer(
@@ -208,7 +208,7 @@ def test_forms_of_optimizers_state(original: bool) -> None:
         )
     for param in params:
         param.grad = torch.zeros_like(param)
-    named.step()  # it only loads into state that exists
+    named.step()  # it loads only into existing state
     state = FSDP.full_optim_state_dict(model, ours, rank0_only=False)
     FSDP.optim_state_dict_to_load(model, named, state, is_named_optimizer=True, load_directly=True)
     assert all(isinstance(key, str) for key in named.state_dict()["state"])
@@ -225,7 +225,7 @@ def test_forms_of_optimizers_state(original: bool) -> None:
     assert {kept["absent"] for kept in loaded["state"].values()} == {None}
     assert loaded["param_groups"] == ours.state_dict()["param_groups"]
     if not original:
-        del made["state"]["head.bias"]  # one of several in a flat parameter
+        del made["state"]["head.bias"]  # one of several parameters in a flat parameter
         with pytest.raises(ConfigError, match=r"'step' differs between .*, or some have none"):
             FSDP.optim_state_dict_to_load(model, ours, made)
 
@@ -233,7 +233,7 @@ def test_forms_of_optimizers_state(original: bool) -> None:
 @on_ranks(2)
 @originals
 def test_what_is_not_sharded_is_not_copied(original: bool) -> None:
-    """Buffers and parameters that are ignored are the model's own in state dicts of both kinds."""
+    """Buffers and ignored parameters are not copied in full or sharded state dicts."""
     plain = make()
     plain.register_buffer("count", torch.zeros(3))
     model = FSDP(plain, use_orig_params=original, ignored_modules=[plain.head])
@@ -276,7 +276,7 @@ def test_summoning_is_refused_while_running_and_edits_stay_where_nothing_is_shar
     for error in seen:
         assert isinstance(error, ProtocolError)
         assert "manually unshard parameters during forward" in str(error)
-    with FSDP.summon_full_params(model):  # as usable as before
+    with FSDP.summon_full_params(model):  # the wrapper is still usable
         pass
 
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
@@ -292,7 +292,7 @@ def test_summoning_is_refused_while_running_and_edits_stay_where_nothing_is_shar
 
 @on_ranks(2)
 def test_dtensors_are_synchronized() -> None:
-    """Parameters and buffers that are DTensors get the first rank's values, too."""
+    """DTensor parameters and buffers get the first rank's values too."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
 
     def placed(seed: int) -> DTensor:
@@ -312,7 +312,7 @@ def test_dtensors_are_synchronized() -> None:
 @on_ranks(2)
 @originals
 def test_pytorchs_state_dict_functions_know_our_wrapper(original: bool) -> None:
-    """``torch.distributed.checkpoint.state_dict`` reads and writes ours in place of PyTorch's."""
+    """PyTorch's state dict functions read and write our wrapper while PyTorch is patched."""
     with patch_torch():
         from torch.distributed.checkpoint import state_dict as reader
 

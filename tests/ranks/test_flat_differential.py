@@ -1,4 +1,4 @@
-"""The flat face beside PyTorch's FSDP1, run on the same model, data and script."""
+"""The flat interface beside PyTorch's FSDP1, with the same model, data and script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks.pool import RankPool, on_ranks
 
 EACH_STEP = ("s", "s", "s")
 ACCUMULATED = ("s", "ss", "ns", "sns")
-"""Of each step the backwards: reduced, or not."""
+"""The backwards of each step: "s" reduces, "n" does not."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ BUFFERS = {"param_dtype": BF16, "reduce_dtype": torch.float32, "buffer_dtype": B
 
 
 def test_trains_alike_in_mixed_precision(pool: RankPool) -> None:
-    """Bit by bit where PyTorch rounds no sum of gradients to few bits; else within its rounding."""
+    """Values equal PyTorch's, bit for bit unless PyTorch rounds sums of gradients to few bits."""
     exact = [
         Case(strategy, original, "nested", EACH_STEP, precision, torch.float32)
         for (strategy, original), precision in zip(

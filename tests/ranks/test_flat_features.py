@@ -1,4 +1,4 @@
-"""What the flat face does besides training: hooks, order, precision, failures, refusals."""
+"""Features of the flat interface: communication hooks, order, failures, copies, formats."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def hooked(strategy: str, original: bool, kind: str) -> tuple[float, int, float]:
-    """Distance to the model without a hook; elements that the hook saw; distance to PyTorch's."""
+    """Return the distance to no hook, the elements that the hook saw, the distance to PyTorch's."""
     seen = []
 
     def mean(state: Any, grads: Tensor, own: Tensor | None = None) -> None:
@@ -69,7 +69,7 @@ def hooked(strategy: str, original: bool, kind: str) -> tuple[float, int, float]
         (grads if own is None else own).copy_(out)
 
     def exchanged(state: Any, grads: Tensor, own: Tensor | None = None) -> None:
-        """Gives the tensors other data instead of writing into them, as torch's fp16 hook does."""
+        """Replace the tensors' data instead of writing into them, as PyTorch's fp16 hook does."""
         wide = grads.double()
         out = wide if own is None else own.double()
         mean(state, wide, None if own is None else out)
@@ -112,7 +112,7 @@ def test_a_hook_on_one_rank_sees_the_gradients_alone() -> None:
 
 @on_ranks(2)
 def test_a_hook_leaves_unused_parameters_without_gradients() -> None:
-    """Parameters that no rank used have no gradient, though the hook writes zeros for them."""
+    """A parameter that no rank used has no gradient, even if the hook writes zeros for it."""
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     model.forward = lambda x: model["a"](x)  # type: ignore[method-assign]
     wrapped = FSDP(model, use_orig_params=True)
@@ -123,7 +123,7 @@ def test_a_hook_leaves_unused_parameters_without_gradients() -> None:
 
 @on_ranks(2)
 def test_optimizers_that_step_in_backward() -> None:
-    """PyTorch's own way to let optimizers step in backward."""
+    """PyTorch's ``_apply_optimizer_in_backward`` works."""
     with quiet():
         from torch.distributed.optim import _apply_optimizer_in_backward
     results = []
@@ -167,7 +167,7 @@ def _fail(_: Tensor) -> None:
 
 
 def goes_on(original: bool) -> float:
-    """After an exception in a forward or a backward everything works as before."""
+    """Fail in a forward and a backward, then train; return the distance to a run without that."""
     results = []
     for fails in (True, False):
         model = fill(Failing().to(FP64), scale=0.4)
@@ -187,7 +187,7 @@ def goes_on(original: bool) -> float:
 
 
 def copies(original: bool) -> tuple[float, float]:
-    """A deep copy trains on its own, the original does not move."""
+    """Train a deep copy, then the original; return the distances before and after."""
     model = wrap(ours, make(FP64), "nested", use_orig_params=original)
     train(model, ("s",), FP64)
     before = values_of(model)
@@ -210,7 +210,7 @@ def test_goes_on_after_exceptions_and_copies(pool: RankPool) -> None:
 
 
 def ahead(prefetch: Any) -> tuple[list[str], dict[str, Tensor]]:
-    """What is done in a backward of two blocks, and values after it."""
+    """Return the actions in a backward of two blocks, and the values after it."""
     model = wrap(ours, Stack().double(), "nested", use_orig_params=True, backward_prefetch=prefetch)
     engine = unit_and_engine(model)[1]
     optimizer = optimizer_of(model)
@@ -246,7 +246,7 @@ def test_backward_gathers_ahead_when_it_is_told(pool: RankPool) -> None:
 
 
 def convolved(original: bool) -> tuple[list[str], float]:
-    """What is warned of, and the distance to PyTorch's."""
+    """Return the warnings, and the distance to PyTorch's values."""
     results = []
     for kit in (theirs, ours):
         plain = fill(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 2)).double())

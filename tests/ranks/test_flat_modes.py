@@ -1,4 +1,4 @@
-"""The flat face in eval, and where users exchange what a forward read before its backward."""
+"""The flat interface in eval mode, and parameters replaced between forward and backward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOW = {"param_dtype": BF16, "reduce_dtype": BF16, "buffer_dtype": BF16}
 
 
 def shows(model: Any) -> tuple[Tensor, torch.dtype]:
-    """What an evaluation gives, and what the buffer is in it."""
+    """Return the output of an evaluation, and the dtype of the buffer after it."""
     model.eval()
     with torch.no_grad():
         out = model(noise(3, 6, dtype=FP32))
@@ -46,9 +46,9 @@ def shows(model: Any) -> tuple[Tensor, torch.dtype]:
 
 
 def evaluated(original: bool, by: str, evaluates: bool) -> dict[str, Tensor]:
-    """Train with evaluations in between; the weights at the end."""
+    """Train with evaluations in between; return the final values."""
     asked = {"full_precision_in_eval": True} if by == "option" else {}
-    options = MixedPrecision(**LOW, _module_classes_to_ignore=[nn.LayerNorm], **asked)  # a list
+    options = MixedPrecision(**LOW, _module_classes_to_ignore=[nn.LayerNorm], **asked)
     with mock.patch.dict(os.environ, {VARIABLE: "1"} if by == "variable" else {}):
         model = wrap(ours, make(FP32), "nested", mixed_precision=options, use_orig_params=original)
     assert model.mixed_precision is options
@@ -62,7 +62,7 @@ def evaluated(original: bool, by: str, evaluates: bool) -> dict[str, Tensor]:
         if evaluates:
             plain = make(FP32)
             plain.load_state_dict(model.state_dict())
-            plain.shift = plain.shift.to(BF16).float()  # bits that the first cast cost
+            plain.shift = plain.shift.to(BF16).float()  # the bits that the first cast lost
             (out, dtype), (same, _) = shows(model), shows(plain)
             assert out.dtype == dtype == FP32
             assert torch.equal(out, same)
@@ -71,7 +71,7 @@ def evaluated(original: bool, by: str, evaluates: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("original", [True, False])
 def test_evaluates_in_full_precision(pool: RankPool, original: bool) -> None:
-    """Units inside of units too; and training goes on as if nobody had looked."""
+    """Evaluations in full precision are exact and leave the training unchanged."""
     without = pool.run(2, evaluated, original, "option", False)
     for by in ("option", "variable"):
         for one, other in zip(pool.run(2, evaluated, original, by, True), without, strict=True):
@@ -80,7 +80,7 @@ def test_evaluates_in_full_precision(pool: RankPool, original: bool) -> None:
 
 @on_ranks(2)
 def test_modes_that_cannot_be_are_told() -> None:
-    """A backward after the unit was made anew, and a mode of an inner unit alone."""
+    """A backward after an evaluation raises, as does full precision of an inner unit alone."""
     full = MixedPrecision(BF16, full_precision_in_eval=True)
     model = wrap(ours, make(FP32), "nested", mixed_precision=full)
     loss = model(batch(0, FP32)).sum()
@@ -100,7 +100,7 @@ def test_modes_that_cannot_be_are_told() -> None:
 
 
 def exchanged(strategy: str, original: bool, how: str) -> float:
-    """Refused by name, on all ranks, and training goes on as if it had not been tried."""
+    """Replace a parameter before backward, which is refused; return the distance to no attempt."""
     results = []
     for tries in (True, False):
         plain = make(FP64)
@@ -139,7 +139,7 @@ def test_exchanged_parameters_are_refused(pool: RankPool, world: int) -> None:
 
 
 class Clamped(nn.Linear):
-    """Computes with clamped weights by giving the parameter other data, as some quantizers do."""
+    """A linear layer that clamps its weights through ``.data``, as some quantizers do."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data = self.weight.data.clamp(-0.2, 0.2)
@@ -147,7 +147,7 @@ class Clamped(nn.Linear):
 
 
 class ClampedApart(nn.Linear):
-    """The same without touching the parameter; its gradient is that of the clamped weights."""
+    """The same layer without changes of the parameter; its gradient is the clamped weights'."""
 
     def forward(self, x: Tensor) -> Tensor:
         change = (self.weight.clamp(-0.2, 0.2) - self.weight).detach()
@@ -176,13 +176,13 @@ def clamped(original: bool) -> float:
 
 
 def test_data_given_in_forward_lasts_as_long_as_it(pool: RankPool) -> None:
-    """The next forward computes with what the optimizer wrote, not with that data."""
+    """Data set in a forward lasts for that forward; the next one uses the optimizer's values."""
     for original in (True, False):
         assert max(pool.run(2, clamped, original)) < EXACT
 
 
 def clipped_beside_no_sync(original: bool) -> list[float]:
-    """Norms, before and after clipping, of what a backward left before one without reductions."""
+    """Return the norms before and after clipping gradients of a backward before ``no_sync``."""
     strategy = ours.ShardingStrategy.SHARD_GRAD_OP
     model = wrap(ours, make(FP64), "nested", sharding_strategy=strategy, use_orig_params=original)
     model(batch(0, FP64)).square().mean().backward()
@@ -201,7 +201,7 @@ def test_gradients_are_clipped_while_no_sync_keeps_parameters_whole(pool: RankPo
 @on_ranks(2)
 @pytest.mark.parametrize("original", [True, False])
 def test_edited_shards_are_seen_where_no_sync_kept_parameters_whole(original: bool) -> None:
-    """How far a forward is from one with the edited weights, and from one with the old ones."""
+    """After ``no_sync`` kept parameters unsharded, a forward uses the edited shards."""
     strategy = ours.ShardingStrategy.SHARD_GRAD_OP
     model = wrap(ours, make(FP64), "nested", sharding_strategy=strategy, use_orig_params=original)
     shards = list(model.parameters())

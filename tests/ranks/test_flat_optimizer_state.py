@@ -1,4 +1,4 @@
-"""Optimizer state of the flat face at its edges: what is missing, empty or not managed."""
+"""Optimizer state of the flat interface that is missing, empty or of unmanaged parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks.pool import on_ranks
 
 
 class OnStream(nn.Module):
-    """Two wrapped modules, and perhaps a parameter between them that no wrapper manages."""
+    """Two wrapped modules, with ``extra`` a parameter between them that no wrapper manages."""
 
     def __init__(self, *, original: bool | None, extra: bool = False) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class OnStream(nn.Module):
 @on_ranks(2)
 @originals
 def test_parameters_that_no_wrapper_manages_are_for_the_program_to_add(original: bool) -> None:
-    """As in PyTorch, older calls name no parameter that the state dict does not have."""
+    """Older calls leave out parameters that the state dict lacks, as in PyTorch."""
     small = OnStream(original=original)
     its = torch.optim.Adam(small.parameters(), lr=1e-2)
     step(small, its)
@@ -59,7 +59,7 @@ def test_parameters_that_no_wrapper_manages_are_for_the_program_to_add(original:
             state = FSDP.optim_state_dict_to_load(model, optimizer, full)
         params: list[int] = state["param_groups"][0]["params"]
         everything = list(range(5 if original else 3))
-        if call == "now":  # loads as it is, where PyTorch's does not
+        if call == "now":  # this state loads without additions, unlike PyTorch's
             assert params == everything
         else:
             assert params == everything[1:]
@@ -79,7 +79,7 @@ def test_parameters_that_no_wrapper_manages_are_for_the_program_to_add(original:
 @on_ranks(2)
 @originals
 def test_state_of_nothing(original: bool) -> None:
-    """Optimizers that never stepped, and groups without parameters."""
+    """State of optimizers that never stepped, and groups without parameters, are loaded."""
     names = {"first.weight", "first.bias", "last.weight", "last.bias"}
     model, plain = OnStream(original=original), OnStream(original=None)
 
@@ -128,7 +128,7 @@ def test_state_of_nothing(original: bool) -> None:
 @on_ranks(2)
 @originals
 def test_pytorchs_functions_are_refused_where_they_do_not_know_our_wrapper(original: bool) -> None:
-    """PyTorch's functions would take pieces for whole tensors."""
+    """Unpatched PyTorch functions, which would take shards for full tensors, are refused."""
     from torch.distributed.checkpoint import state_dict as reader
 
     for wraps_root in (False, True):

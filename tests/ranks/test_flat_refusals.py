@@ -1,4 +1,4 @@
-"""What the flat face refuses, as an instance of what PyTorch raises, and what it warns of."""
+"""Errors of the flat interface, which derive from PyTorch's, and its warnings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.ranks.pool import RankPool, on_ranks
 
 
 class Valueless(nn.Module):
-    """Has a parameter, and no way to give it a value."""
+    """A module with a parameter, but without ``reset_parameters``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 @on_ranks(2)
 def test_what_cannot_work_is_refused() -> None:
-    """What was not refused as it should be."""
+    """Misuse raises errors that derive from PyTorch's and say what is wrong."""
     wrong = {}
     for name, (act, kind, words) in REFUSALS.items():
         try:
@@ -354,7 +354,7 @@ def test_warns_of_choices_as_pytorch_does(pool: RankPool) -> None:
 
 
 def nothing_to_summon() -> list[list[int]]:
-    """Sizes of parameters in the block; above wrappers, nothing is lent without ``recurse``."""
+    """Return the sizes of parameters lent above wrappers, without ``recurse`` and with it."""
     inner = FSDP(nn.Linear(4, 4), use_orig_params=True)
     sizes = []
     for module, recurse in ((nn.Sequential(inner), False), (nn.Sequential(inner), True)):
@@ -379,7 +379,7 @@ def test_a_hook_is_refused_on_copies_that_are_shared() -> None:
 
 @on_ranks(3)
 def test_ties_are_refused_before_anything_is_sent() -> None:
-    """Rank 0 would send more of what is cut unevenly than the others expect, and go on."""
+    """A tie is refused before the broadcast: rank 0 would send more elements than others expect."""
     model = nn.Sequential(nn.Linear(5, 2), nn.Linear(5, 2))
     model[1].weight = model[0].weight
     FSDP(model[0])

@@ -1,4 +1,4 @@
-"""State dicts of the flat face, of models and of optimizers."""
+"""State dicts of the flat interface, of models and of optimizers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXACT = 1e-12
 
 
 class Norm(nn.Module):
-    """Net with a norm that has buffers, and a tied head."""
+    """``Net`` with a norm that has buffers, and a head tied to ``net.head``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_full_dicts(original: bool, strategy: str) -> None:
     same(state, plain.state_dict())
     kept = {name: value.clone() for name, value in state.items()}
     step(model, optimizers[1])
-    # Parameters are copies, buffers the model's own, as in PyTorch's.
+    # As with PyTorch, parameters are copies, and buffers are the model's own.
     own = dict(model.module.named_buffers())
     for name, value in kept.items():
         assert torch.equal(state[name], own.get(name, value)), name
@@ -83,7 +83,7 @@ def test_full_dicts(original: bool, strategy: str) -> None:
     other = wrapped(not original, None, **options)
     assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
     same(other.state_dict(), plain.state_dict())
-    parent = nn.ModuleDict({"inside": other})  # not wrapped itself
+    parent = nn.ModuleDict({"inside": other})  # without a wrapper of its own
     prefixed = {f"inside.{name}": value + 1 for name, value in state.items()}
     parent.load_state_dict(prefixed)
     same(parent.state_dict(), prefixed)
@@ -149,7 +149,7 @@ def optimizers(original: bool, kind: str) -> None:
             assert (got - value).abs().max() < EXACT, (names[number], key)
     assert sorted(state["param_groups"][0]["params"]) == sorted(names)
 
-    # Into another presentation, which has not stepped; both go on alike.
+    # Load into a wrapper with the other ``use_orig_params``, which has not stepped.
     weights = model.state_dict()
     other = wrapped(not original)
     FSDP.set_state_dict_type(other, StateDictType[kind])
@@ -200,7 +200,7 @@ def test_older_calls(original: bool) -> None:
     theirs.load_state_dict(by_id)
     back = FSDP.rekey_optim_state_dict(by_id, OptimStateKeyType.PARAM_NAME, plain, optim=theirs)
     assert back["state"].keys() == everywhere["state"].keys()
-    if original:  # a flat parameter has no name of the unwrapped model
+    if original:  # a flat parameter has no name in the unwrapped model
         named = FSDP.optim_state_dict_to_load(model, ours, everywhere, is_named_optimizer=True)
         assert named["state"].keys() == dict(model.named_parameters()).keys()
     config = FullOptimStateDictConfig(rank0_only=True)
@@ -224,7 +224,7 @@ def test_the_kind_of_state_dicts() -> None:
     before = FSDP.set_state_dict_type(model, theirs)
     assert before is not None and before.state_dict_type is FULL
     with pytest.raises(KeyError), FSDP.state_dict_type(model, FULL):
-        raise KeyError  # defect 10 of PyTorch's: the kind stays changed
+        raise KeyError  # defect 10 of PyTorch's FSDP1: the kind stays changed
     assert FSDP.get_state_dict_type(model).state_dict_type is SHARDED
     FSDP.set_state_dict_type(model.module.net.blocks[0], FULL)
     with pytest.raises(AssertionError, match="same state dict settings"):
@@ -243,7 +243,7 @@ def test_the_kind_of_state_dicts() -> None:
 @on_ranks(2)
 @originals
 def test_dicts_are_those_of_pytorchs_wrapper(original: bool) -> None:
-    """PyTorch's wrapper saves, ours loads, and back; model and optimizer."""
+    """PyTorch's wrapper loads state dicts of ours, and the other way round."""
     import warnings
 
     from torch.distributed import fsdp
@@ -262,7 +262,7 @@ def test_dicts_are_those_of_pytorchs_wrapper(original: bool) -> None:
         step(one, optimizer)
     (_, their_optimizer), (_, our_optimizer) = pairs
     torchs = fsdp.FullyShardedDataParallel
-    # Offloaded from a CPU to a CPU, PyTorch's states of a parameter share one buffer.
+    # With CPU offload from a CPU, PyTorch's states of a parameter share one buffer.
     torchs.set_state_dict_type(
         theirs,
         fsdp.StateDictType.FULL_STATE_DICT,
@@ -280,7 +280,7 @@ def test_dicts_are_those_of_pytorchs_wrapper(original: bool) -> None:
         for key, value in kept.items():
             got = states[1]["state"][name][key]
             assert (value - got).abs().max() < EXACT, (name, key, value, got)
-    # exchanged
+    # each loads the other's
     theirs.load_state_dict(ours.state_dict())
     ours.load_state_dict(theirs.state_dict())
     their_optimizer.load_state_dict(
@@ -293,7 +293,7 @@ def test_dicts_are_those_of_pytorchs_wrapper(original: bool) -> None:
 
 
 def raise_ill(module: nn.Module, *_: Any) -> None:
-    if not is_taken_as_it_is():  # once the wrapper has loaded everything inside
+    if not is_taken_as_it_is():  # after the wrapper has loaded everything inside
         raise RuntimeError("ill")
 
 

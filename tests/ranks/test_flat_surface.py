@@ -1,4 +1,4 @@
-"""What the flat face shows, beside PyTorch's FSDP1."""
+"""Attributes and behaviour of the flat interface, beside PyTorch's FSDP1."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def alone() -> dist.ProcessGroup:
 
 
 def arguments(kit: ModuleType) -> Seen:
-    """What the wrapper tells of what it was made with; ours tells it of a copy, too."""
+    """Return the wrapper's attributes for its arguments; for ours, also those of a copy."""
     seen: Seen = {}
     for name, chosen in ARGUMENTS.items():
         options = chosen(kit)
@@ -122,13 +122,13 @@ def groups_of_a_grid() -> list[Any]:
 
 
 def device_by_number() -> str:
-    """A number is that of an accelerator; PyTorch's fails where there is none."""
+    """Return the device type for a number as ``device_id`` where there is no accelerator."""
     with mock.patch.object(torch.accelerator, "is_available", lambda: False):
         return wrap(ours, make(torch.float32), "nested", device_id=3).compute_device.type
 
 
 class Partial(nn.Module):
-    """Parameters of all kinds: frozen, ignored, unused, used by no rank but the first."""
+    """A model with parameters that are frozen, ignored, unused, or used on rank 0 only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def partial_model(kit: ModuleType, **options: Any) -> Any:
     return wrap(kit, model, "none", use_orig_params=True, **options)
 
 
-def gradients(kit: ModuleType) -> Seen:  # PyTorch clips no fp64
+def gradients(kit: ModuleType) -> Seen:  # PyTorch cannot clip fp64
     seen: Seen = {}
     model = partial_model(kit)
     model(batch(0, torch.float32)).sum().backward()
@@ -194,7 +194,7 @@ def gradients(kit: ModuleType) -> Seen:  # PyTorch clips no fp64
 
 
 class Spy(nn.Module):
-    """Passes on what it gets, and remembers of what kind that was."""
+    """A module that passes its input to another one and records dtypes."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def dtypes(kit: ModuleType) -> Seen:
 
 
 class Hears(nn.Module):
-    """Keeps the dtype of its input, and takes any."""
+    """A module that records the dtype of its input and accepts any."""
 
     def __init__(self, *inside: nn.Module, owns: bool = True) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ def casts(kit: ModuleType) -> Seen:
 
 
 def both(look: Callable[[ModuleType], Seen]) -> dict[str, tuple[Any, Any]]:
-    """What differs: ours and theirs."""
+    """Return the observations that differ: ours and PyTorch's."""
     a, b = look(ours), look(theirs)
     keys = dict.fromkeys((*a, *b))
     return {k: (a.get(k), b.get(k)) for k in keys if not alike(a.get(k), b.get(k))}
@@ -343,8 +343,10 @@ def differences(pool: RankPool, look: Callable[[ModuleType], Seen]) -> set[str]:
 
 
 def test_names_and_modules(pool: RankPool) -> None:
-    """Originals differ in where they are cut (we plan, and let nothing lie twice in a gap), and in
-    that an empty piece has an empty gradient, so that optimizers have a state for it everywhere.
+    """Names and modules equal PyTorch's; only the shapes of original parameters differ.
+
+    Our cuts are planned, and an empty shard has an empty gradient, so that optimizers have state
+    for it.
     """
     assert differences(pool, shown) == {"shapes True", "grad shapes True"}
 
@@ -358,19 +360,22 @@ def test_arguments(pool: RankPool) -> None:
 
 
 def test_gradients(pool: RankPool) -> None:
-    """Sums are over other cuts; parameters that no rank used keep None; what waits unreduced is
-    dropped by the module's ``zero_grad``."""
+    """Norms equal PyTorch's; sums over shards and missing gradients differ.
+
+    Shards are cut at other places. A parameter that no rank used keeps None as its gradient.
+    ``zero_grad`` of the module also drops unreduced gradients.
+    """
     found = differences(pool, gradients)
     assert found == {"sum", "clipped", "none"}
 
 
 def test_dtypes(pool: RankPool) -> None:
-    """Where gradients are kept as they were reduced, they are in the dtype of that reduction."""
+    """Dtypes equal PyTorch's, except that kept gradients have the dtype of the reduction."""
     assert differences(pool, dtypes) == {
         f"{name} {has_norm} grads" for name in ("kept reduce",) for has_norm in (False, True)
     }
 
 
 def test_casts_of_inputs(pool: RankPool) -> None:
-    """The root obeys both options; a wrapper with nothing of its own casts for the root's only."""
+    """The root obeys both cast options; a wrapper without parameters only the root's option."""
     assert differences(pool, casts) == set()

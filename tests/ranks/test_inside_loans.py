@@ -1,4 +1,4 @@
-"""Forwards, generation and state dicts inside of ``unshard_params`` and ``summon_full_params``."""
+"""Forwards, generation and state dicts inside ``unshard_params`` or ``summon_full_params``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SHARDED = [way for way in WAYS if way != "plain"]
 
 
 def lends(model: Any) -> Callable[..., AbstractContextManager[None]]:
-    """The call that a user of this face makes."""
+    """Return the call that lends the parameters of this kind of model."""
     is_wrapped = isinstance(model, FullyShardedDataParallel)
     return FullyShardedDataParallel.summon_full_params if is_wrapped else unshard_params
 
 
 def pair(way: str) -> tuple[Any, Any]:
-    """A model and its unsharded twin, trained for a step in different modes."""
+    """Return a model and its unsharded twin after one training step."""
     twin = plain(1)
     model = WAYS[way](copy.deepcopy(twin))
     for one in (model, twin):
@@ -46,7 +46,7 @@ def pair(way: str) -> tuple[Any, Any]:
 
 
 def trains_on(model: Any, twin: Any) -> None:
-    """After a loan, everything works as before."""
+    """Check that both models still train alike after a loan."""
     losses = []
     for one in (model, twin):
         one.train()
@@ -60,7 +60,7 @@ def trains_on(model: Any, twin: Any) -> None:
 
 
 def of(model: Any, name: str) -> Any:
-    """A submodule by its own name, whatever is wrapped around it."""
+    """Return a submodule by its unwrapped name."""
     for part in name.split("."):
         model = getattr(model, "_fsdp_wrapped_module", model)
         model = getattr(model, part)
@@ -81,7 +81,7 @@ def alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @contextmanager
 def no_gathers() -> Iterator[None]:
-    """Fail if the engine does anything."""
+    """Fail if the engine does any work in the block."""
 
     def refuse(*args: Any) -> None:
         raise AssertionError("something was gathered")
@@ -95,7 +95,7 @@ def runs(way: str) -> None:
     model, twin = pair(way)
     model.eval(), twin.eval()
     x = noise(4, 192, seed=3)
-    takes_part = dist.get_rank() == 0 or way in PARALLEL  # parameters may be on other meshes, too
+    takes_part = dist.get_rank() == 0 or way in PARALLEL  # with TP, every rank takes part
     with lends(model)(model), torch.no_grad():
         if takes_part:
             with no_gathers():
@@ -119,7 +119,7 @@ def test_forwards_run_on_what_is_lent_without_communication(pool: RankPool, way:
 @on_ranks(2)
 @pytest.mark.parametrize("way", SHARDED)
 def test_units_that_are_not_lent_gather(way: str) -> None:
-    """Some units are lent, others gather as ever."""
+    """Units that are not lent gather as usual, beside units that are."""
     model, twin = pair(way)
     x = noise(4, 192, seed=3)
     model.eval(), twin.eval()
@@ -145,7 +145,7 @@ def has_states(way: str) -> None:
     other = plain(5).state_dict()
 
     def load(state: dict[str, Any]) -> None:
-        if way in PARALLEL:  # parameters are DTensors, even on loan
+        if way in PARALLEL:  # lent parameters are DTensors
             load_full_state_dict(model, state)
         else:
             assert not model.load_state_dict(state).missing_keys
@@ -165,7 +165,7 @@ def has_states(way: str) -> None:
                     alike(model.state_dict(), before)
             if kept:
                 load(other)
-        stays = dist.get_world_size() == 1 and "flat" in way  # as with PyTorch, without write-back
+        stays = dist.get_world_size() == 1 and "flat" in way  # as with PyTorch without write-back
         if kept or not stays:
             twin.load_state_dict(other)
         alike(full_state_dict(model, rank0_only=False), twin.state_dict())
@@ -179,7 +179,7 @@ def test_state_dicts_are_those_of_what_is_lent(pool: RankPool, way: str) -> None
 
 
 def on_rank_0(way: str) -> None:
-    """Rank 0 does everything alone, as PyTorch's users do; the others have shards."""
+    """Do everything on rank 0 alone; on other ranks, calls raise errors."""
     model, twin = pair(way)
     x = noise(4, 192, seed=3)
     model.eval(), twin.eval()
@@ -230,21 +230,21 @@ def test_a_backward_is_refused_in_the_words_of_the_user(way: str) -> None:
         with pytest.raises(BusyError, match=rf"{call}\(\) lent to the forward"):
             loss.backward()
         inner = of(model, "blocks.1")(x).square().sum()
-        (grad,) = torch.autograd.grad(inner, x)  # comes to no parameter
+        (grad,) = torch.autograd.grad(inner, x)  # reaches no parameter
         (expected,) = torch.autograd.grad(twin.blocks[1](x).square().sum(), x)
         equal(grad, expected)
         late = of(model, "blocks.0")(x).square().sum()
     with pytest.raises(BusyError, match=rf"{call}\(\) lent to the forward"):
         late.backward()
     assert all(param.grad is None for param in model.parameters())
-    twin(x)  # running statistics
+    twin(x)  # for the running statistics
     trains_on(model, twin)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("face", ["flat", "units"])
 def test_nothing_is_cast_inside(face: str) -> None:
-    """Lent parameters have their own dtype, and so has everything that is computed of them."""
+    """Lent parameters and all results have the dtype of the shards."""
     twin = make(torch.float32)
     twin.register_buffer("shift", torch.ones(6))
     model: Any = copy.deepcopy(twin)
@@ -283,7 +283,7 @@ def test_kinds_of_state_dicts(use_orig_params: bool) -> None:
 @on_ranks(2, timeout_s=120.0)
 @pytest.mark.parametrize("face", ["units", "flat"])
 def test_text_is_generated_and_weights_are_saved(tmp_path: Path, face: str) -> None:
-    """Generate text and save, as programs do at the end of an epoch."""
+    """Text generation and saving work inside a loan, as at the end of an epoch."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -304,7 +304,7 @@ def test_text_is_generated_and_weights_are_saved(tmp_path: Path, face: str) -> N
     rank = dist.get_rank()
     for rank0_only in (False, True):
         with lends(model)(model, rank0_only=rank0_only, writeback=False):
-            if rank == 0 or not rank0_only:  # synced: transformers asks whether other ranks go on
+            if rank == 0 or not rank0_only:  # synced_gpus asks whether other ranks still generate
                 options = {"do_sample": False, "synced_gpus": not rank0_only}
                 found = model.generate(prompt, max_new_tokens=8, **options)
                 assert torch.equal(found, expected)
