@@ -1,4 +1,4 @@
-"""Norms of sharded gradients equal those of the unsharded model, with one all-reduce for all."""
+"""Norms of sharded gradients equal the unsharded model's, with one all-reduce for all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NORMS = [1.0, 2.0, 3.5, float("inf")]
 
 
 def pair() -> tuple[Any, Any]:
-    """An unsharded and a sharded model with the same gradients, some of them missing."""
+    """Return an unsharded and a sharded model with the same gradients, some of them missing."""
     plain = make()
     model = shard(copy.deepcopy(plain))
     for one in (plain, model):
@@ -76,7 +76,7 @@ MANY: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
 
 
 def every_mesh(norm_type: float, foreach: bool | None) -> tuple[float, float]:
-    """Gradients on many meshes together, most of them uneven or missing on some ranks."""
+    """Clip gradients on many meshes together; return the norm before and after."""
     meshes = {shape: init_device_mesh("cpu", shape) for shape, _ in MANY}
     values, params = [], []
     for seed, ((shape, placements), size) in enumerate(
@@ -101,13 +101,13 @@ def every_mesh(norm_type: float, foreach: bool | None) -> tuple[float, float]:
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_any_meshes_together(pool: RankPool, norm_type: float, foreach: bool | None) -> None:
     norms = pool.run(4, every_mesh, norm_type, foreach)
-    assert len(set(norms)) == 1  # to the last bit
+    assert len(set(norms)) == 1  # equal bit for bit on all ranks
     assert abs(norms[0][1] - min(norms[0][0], 0.7)) < 1e-5
 
 
 @on_ranks(4)
 def test_there_is_one_all_reduce_for_each_mesh_dim_at_most() -> None:
-    """All-reduces for parameters of one mesh, tensor-parallel and copied ones among them."""
+    """A norm takes at most one all-reduce for each mesh dim."""
     counts = []
     for shape, kinds in {
         (2, 2): [(CUT, Shard(0)), (CUT, Replicate()), (strided(0, 2), Shard(0)), (CUT, Shard(1))],
@@ -124,7 +124,6 @@ def test_there_is_one_all_reduce_for_each_mesh_dim_at_most() -> None:
 
 @on_ranks(4)
 def test_what_is_not_finite_on_one_rank_is_seen_on_all() -> None:
-    """What is on one rank only is seen on all."""
     for name in ("hsdp", "columns", "copies"):
         case = CASES[name]
         for bad in (float("inf"), float("nan")):
@@ -140,7 +139,7 @@ def test_what_is_not_finite_on_one_rank_is_seen_on_all() -> None:
 def test_corners() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     assert grad_norm([]).item() == 0 and grad_norm([nn.Parameter(torch.ones(2))]).item() == 0
-    one_row = distribute_tensor(noise(1, 3), mesh, [Shard(0)])  # the other rank holds nothing
+    one_row = distribute_tensor(noise(1, 3), mesh, [Shard(0)])  # the other rank has no elements
     assert torch.allclose(grad_norm(param_with(one_row)), noise(1, 3).norm())
     low = distribute_tensor(torch.full((4096,), 0.1).bfloat16(), mesh, [Shard(0)])
     norm = grad_norm(param_with(low))
@@ -162,11 +161,11 @@ def test_corners() -> None:
 
 @on_ranks(2)
 def test_the_order_of_sums_is_that_of_parameters() -> None:
-    """DTensor's cache may give a gradient the mesh of another model: equal, yet another object."""
+    """An equal copy of a mesh, as DTensor's cache may return, does not change the order of sums."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     twin = copy.copy(mesh)
     assert twin == mesh and twin is not mesh
-    values = [1.0, 2.0**53, 1.0]  # 2 more, if the largest is added last
+    values = [1.0, 2.0**53, 1.0]  # 2 more if the largest is added last
     grads = [
         DTensor.from_local(torch.tensor([value]).double(), mesh, [Shard(0)]) for value in values
     ]
@@ -196,7 +195,7 @@ def test_dtypes_may_be_mixed_in_any_order() -> None:
 
 @on_ranks(4)
 def test_ranks_of_other_experts_may_lack_gradients() -> None:
-    """Ranks that hold different experts need not have gradients of the same ones."""
+    """Ranks with different experts may have gradients for different experts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
     is_second = mesh["experts"].get_local_rank() == 1
 

@@ -1,4 +1,4 @@
-"""Backwards that end by a call of their own: the same gradients, beside PyTorch's where it can."""
+"""Backwards that ``finalize_backward`` ends: the same gradients as without it, and PyTorch's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def finalize(model: Any, async_op: bool) -> None:
 
 
 def run(model: Any, mode: str, async_op: bool, steps: int = 2) -> dict[str, Any]:
-    """Two backwards a step; gradients pending until the end of the step, reduced in each, ..."""
+    """Run two backwards a step; "late" defers all reductions, "mixed" the first, "each" none."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.set_manual_backward_finalization(True)
     grads: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def test_gradients_are_those_of_the_whole_model(world: int, mode: str, async_op:
     model = shard(copy.deepcopy(plain), **options)
     grads, expected = run(model, mode, async_op), run_plain(plain)
     apart_by = [(grads[name] - expected[name]).abs().max().item() for name in expected]
-    step(model, optimizer_of(model))  # and backward ends by itself again
+    step(model, optimizer_of(model))  # backward finalizes itself again
     step(plain, optimizer_of(plain))
     engine = unit_of(model).engine
     assert engine.scheduler.idle and not len(engine.scheduler.reductions)
@@ -131,7 +131,7 @@ def test_gradients_are_pytorchs(world: int, mode: str, async_op: bool) -> None:
 
 @on_ranks(1, 2, 3)
 def test_gradients_that_the_caller_assigned_are_reduced() -> None:
-    """Gradients of weights that never went through a backward, as in a zero-bubble pipeline."""
+    """Gradients that the caller assigned, as in a zero-bubble pipeline, are reduced."""
     plain = make()
     model = shard(copy.deepcopy(plain), reshard_after_forward=False)
     model.set_manual_backward_finalization(True)
@@ -140,7 +140,7 @@ def test_gradients_that_the_caller_assigned_are_reduced() -> None:
     for number in range(2):
         for one in (plain, model):
             loss = one(batch(number)).square().mean()
-            params = list(one.parameters())  # whole ones
+            params = list(one.parameters())  # unsharded parameters
             grads = torch.autograd.grad(loss, params)
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad if param.grad is None else param.grad + grad
@@ -152,7 +152,7 @@ def test_gradients_that_the_caller_assigned_are_reduced() -> None:
 
 @on_ranks(2)
 def test_reductions_begin_with_the_call_and_end_with_the_wait() -> None:
-    """How many reductions a backward, the call and its wait start and end."""
+    """The call starts all reductions, and the wait ends the last one."""
     begun, ended = Op.REDUCE_SCATTER, Op.FINISH_REDUCE
     model = shard(make())
     engine = unit_of(model).engine
@@ -177,7 +177,7 @@ def test_reductions_begin_with_the_call_and_end_with_the_wait() -> None:
     count()
     assert counts == [
         {begun: 0, ended: 0},
-        {begun: 3, ended: 2},  # as ever, one is under way at a time
+        {begun: 3, ended: 2},  # one reduction at a time is in flight, as usual
         {begun: 0, ended: 1},
         {begun: 0, ended: 0},
     ]
@@ -192,7 +192,7 @@ def error_of(what: Callable[[], object]) -> type[Exception] | None:
 
 
 def refusals(kit: ModuleType) -> list[str | None]:
-    """Which builtin error each misuse ends in; in the order of a step."""
+    """Return the builtin error of each misuse, in the order of a step."""
     found: list[type[Exception] | None] = []
 
     def ask(what: Callable[[], object]) -> None:
@@ -205,7 +205,7 @@ def refusals(kit: ModuleType) -> list[str | None]:
     hook = block.register_full_backward_pre_hook(lambda *_: ask(model.finalize_backward))
     loss = model(batch()).sum()
     ask(lambda: block.set_manual_backward_finalization(True))
-    ask(model.finalize_backward)  # backward ends by itself
+    ask(model.finalize_backward)  # backward finalizes itself
     model.set_manual_backward_finalization(True)
     model.set_manual_backward_finalization(True)
     model.set_requires_gradient_sync(False)
@@ -273,12 +273,12 @@ def test_errors_say_what_to_do() -> None:
 
 @on_ranks(4)
 def test_partial_gradients_are_not_finalized() -> None:
-    """Gradients that are to stay partial are refused; afterwards they are all reduced."""
+    """``finalize_backward`` refuses gradients that are to stay partial, and later reduces all."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
     plain = make()
     model = shard(copy.deepcopy(plain), mesh=mesh)
     model.set_manual_backward_finalization(True)
-    for sync in (True, False):  # partial, and pending
+    for sync in (True, False):  # partial, then pending
         model.set_requires_gradient_sync(sync)
         model.set_requires_all_reduce(False)
         model(batch(1)).square().mean().backward()
@@ -295,7 +295,7 @@ def test_partial_gradients_are_not_finalized() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_after_a_backward_that_died(async_op: bool) -> None:
-    """A backward that dies, then ``reset_iter_state``, then a step as if nothing had been."""
+    """After a failed backward and ``reset_iter_state``, the next step is right."""
     plain = make()
     model = shard(copy.deepcopy(plain))
     model.set_manual_backward_finalization(True)
@@ -318,7 +318,7 @@ def test_after_a_backward_that_died(async_op: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["last", "manual", "handle"])
 def test_what_is_under_way_is_not_lost_by_a_cast(how: str) -> None:
-    """Reductions are under way when the model is cast to another dtype."""
+    """A cast keeps gradients whose reductions are in flight."""
     plain = make()
     model = shard(copy.deepcopy(plain))
     if how == "last":
@@ -344,7 +344,7 @@ def test_what_is_under_way_is_not_lost_by_a_cast(how: str) -> None:
 
 @on_ranks(1, 2)
 def test_units_that_no_backward_reached_have_no_gradients() -> None:
-    """What no backward reached has no gradient; what was frozen neither."""
+    """A parameter that no backward reached, or that was frozen, has no gradient."""
     model = shard(make())
     model.blocks[1].weight.requires_grad_(False)
     model.set_manual_backward_finalization(True)

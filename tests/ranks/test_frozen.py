@@ -1,4 +1,4 @@
-"""Parameters frozen and unfrozen after sharding: what is sent, and that nothing is lost."""
+"""Parameters frozen and unfrozen after sharding: communication, and kept gradients."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tests.recording import recordings
 
 EXACT = 1e-12
 WIDTH, RANK, NUM_BLOCKS = 32, 2, 2
-ADAPTERS = 2 * WIDTH * RANK  # elements of a block's
+ADAPTERS = 2 * WIDTH * RANK  # elements of a block's adapters
 
 
 class Adapted(nn.Module):
-    """A layer with a low-rank change beside it."""
+    """A layer with a low-rank adapter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(WIDTH, RANK, bias=False)
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.b = nn.Linear(RANK, WIDTH, bias=False)
-        self.narrow = nn.Linear(WIDTH, 3)  # which 2 ranks cut unevenly
+        self.narrow = nn.Linear(WIDTH, 3)  # 2 ranks shard it unevenly
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + torch.tanh(self.layer(x)) + self.b(self.a(x))
@@ -63,7 +63,7 @@ def shard(model: Tower, fully_shard: Any = fullshard.fully_shard, **options: Any
 
 
 def train_only(model: nn.Module, *parts: str) -> None:
-    """Freeze all but the parameters with one of ``parts`` in their names."""
+    """Freeze all parameters except those with one of ``parts`` in their names."""
     for name, param in model.named_parameters():
         param.requires_grad_(any(part in name for part in parts))
 
@@ -89,11 +89,11 @@ def assert_same_grads(model: nn.Module, plain: nn.Module) -> None:
             assert (whole(param.grad) - expected).abs().max() <= EXACT, name
 
 
-# what is sent
+# communication
 
 
 class Counts:
-    """Counts what is to be reduced, and does not."""
+    """A reduce-scatter that counts its input and reduces nothing."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -124,7 +124,7 @@ def sent_by_pytorch(late: bool) -> int:
 
 
 def sent_by_us(late: bool, layout: Any) -> tuple[int, int]:
-    """Elements of gradients in a step, with flags and without; all of them travel as one."""
+    """Return the gradient elements that a step sends, with and without presence flags."""
     plain, model = make(), make()
     if not late:
         train_only(model, ".a.", ".b.")
@@ -140,7 +140,7 @@ def sent_by_us(late: bool, layout: Any) -> tuple[int, int]:
                 recording.calls.clear()
             backward(one, number)
     assert_same_grads(model, plain)
-    # The plain model was last; the calls of the sharded one's last step were counted before.
+    # The plain model's loop cleared the recordings, so step the sharded model once more.
     for recording in made:
         recording.calls.clear()
     backward(model)
@@ -159,11 +159,11 @@ def test_no_more_is_sent_than_by_pytorch(pool: RankPool, layout: Any, late: bool
     assert theirs == [NUM_BLOCKS * ADAPTERS] * 2
     if isinstance(layout, PerParameter) or not late:
         assert [without for _, without in ours] == theirs
-    else:  # of the shards as they are, one rank has more of the adapters than the other
+    else:  # ragged shards hold unequal parts of the adapters
         assert all(without <= 2 * NUM_BLOCKS * ADAPTERS for _, without in ours)
 
 
-# nothing is lost
+# gradients are kept
 
 Pass = tuple[str, tuple[str, ...]]
 
@@ -189,7 +189,7 @@ def run_passes(model: Any, passes: list[Pass], *, between: bool = False) -> None
         if isinstance(model, fullshard.FSDPModule):
             model.set_requires_gradient_sync(mode != "no sync")
             model.set_requires_all_reduce(mode == "sync")
-            if between:  # the unsharded side is made anew, and what waits is taken up
+            if between:  # rebuild the unsharded side and take over pending gradients
                 model.set_force_sum_reduction_for_comms(True)
                 for block in model.blocks:
                     block.set_force_sum_reduction_for_comms(True)
@@ -229,7 +229,7 @@ def test_gradients_are_those_of_the_unsharded_model(
 @on_ranks(4)
 @pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=str)
 def test_what_waits_is_shown_by_parameter(layout: Any) -> None:
-    """What waits can be seen and dropped by parameter, whichever are trainable by now."""
+    """Pending gradients can be seen and dropped by parameter, even after a freeze."""
     model = make()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     shard(model, layout=layout, mesh=mesh)
@@ -251,14 +251,14 @@ def test_what_waits_is_shown_by_parameter(layout: Any) -> None:
     }
 
 
-# who reads gradients
+# readers of gradients
 
 
 @on_ranks(3)
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=str)
 def test_the_sharded_optimizer_steps_what_is_left(layout: Any, offloaded: bool) -> None:
-    """The optimizer finds neighbours in memory, among those that are left too."""
+    """The sharded optimizer finds runs of neighbours among the parameters that are trainable."""
     plain, model = make(), make()
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloaded else {}
     shard(model, layout=layout, **options)
@@ -277,7 +277,7 @@ def test_the_sharded_optimizer_steps_what_is_left(layout: Any, offloaded: bool) 
 
 @on_ranks(2)
 def test_hooks_get_what_is_reduced() -> None:
-    """What a hook of the user's gets: the gradients that are reduced, nothing in between."""
+    """A user's hook gets the gradients that are reduced, without gaps for frozen parameters."""
     layout = PerParameter()
     model = make()
     shard(model, layout=layout)
@@ -352,21 +352,21 @@ def disagree() -> str:
 
 
 def test_ranks_that_freeze_different_parameters_are_told(pool: RankPool) -> None:
-    """Of the same size, so that the wire cannot know; and when they agree again, all is well."""
+    """Ranks that freeze different parameters of equal size raise errors and can go on."""
     first, second = pool.run(2, disagree)
     assert "gradients of b.weight came from other ranks" in first
     assert "gradients of a.weight came from other ranks" in second
 
 
-# what does not change
+# no lasting effects
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=str)
 def test_what_was_frozen_for_a_while_leaves_nothing_behind(layout: Any) -> None:
-    """In steps before something was frozen, and after: what is copied, sent, and read by the host.
+    """A parameter frozen for some steps changes no cost of the steps after them.
 
-    Bytes, elements, and how often it asked which parameters have gradients anywhere.
+    Costs are bytes copied, elements sent, and reads of presence flags.
     """
     model = make()
     with recordings() as made:

@@ -1,4 +1,4 @@
-"""Dtypes of gradients: what ``reduce_dtype=None`` and ``grad_dtype`` mean, as in FSDP2 here."""
+"""Dtypes of gradients with ``reduce_dtype=None`` and ``grad_dtype``, as in FSDP2."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def theirs(model: nn.Module, **options: Any) -> Any:
 
 
 def compare(mine: dict[str, Any], other: dict[str, Any]) -> tuple[list[str], float]:
-    """What differs in dtype or presence, and how far values are apart, relatively."""
+    """Return differences in dtype or presence, and the largest relative distance of values."""
     wrong, apart = [], 0.0
     for name, (grad_dtype, grad) in mine.items():
         their_dtype, their_grad = other[name]
@@ -59,14 +59,14 @@ def compare(mine: dict[str, Any], other: dict[str, Any]) -> tuple[list[str], flo
 def against_fsdp2(
     layout: str, dtype: torch.dtype, policy: dict[str, Any], grad_dtypes: GradDtypes, passes: str
 ) -> tuple[list[str], float, bool]:
-    """Passes of backward, "n" without synchronisation and "s" with it, here and there."""
+    """Compare with FSDP2 after backwards, "n" without synchronisation and "s" with it."""
     models = [
         ours(make(dtype, grad_dtypes), layout, mp_policy=MixedPrecisionPolicy(**policy)),
         theirs(make(dtype, grad_dtypes), mp_policy=MixedPrecisionPolicy(**policy)),
     ]
     losses: list[list[Tensor]] = []
     for model in models:
-        # Without synchronisation FSDP2 adds up a first pass in more bits than those after it.
+        # Without synchronisation, FSDP2 sums the first pass in more bits than later ones.
         model.uses = 1 if "n" in passes else 2
         losses.append([])
         for number, kind in enumerate(passes):
@@ -108,8 +108,8 @@ def test_gradients_are_those_of_fsdp2(world: int, layout: str, passes: str) -> N
     results = {name: against_fsdp2(layout, *case, passes) for name, case in CASES.items()}
     for case, (wrong, apart, same_losses) in results.items():
         assert not wrong and same_losses, case
-        # There sums of three are made in another order, and sums in bf16 rounded more often,
-        # as are those that wait for what is shown in fewer bits than others.
+        # FSDP2 sums three ranks in another order and rounds bf16 sums more often. It also rounds
+        # pending gradients more often if they are shown in fewer bits than the others.
         rounded = ("bf16", "all bf16 gradients")
         if "n" in passes:
             rounded += ("some bf16 gradients", "some fp32 gradients")
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_fsdp2(world: int, layout: str, passes: str) -> N
 @follows
 @pytest.mark.parametrize("passes", ["s", "ps", "nps"])
 def test_gradients_over_replicas_are_those_of_fsdp2(passes: str) -> None:
-    """Copies on all ranks; reductions over them alone may be put off ("p")."""
+    """Gradients over replicas equal FSDP2's; "p" puts off the all-reduce."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("r", "s"))
     models: list[Any] = []
     for sharded in (lambda m, **o: ours(m, "per_parameter", **o), theirs):
@@ -151,7 +151,7 @@ def test_what_waits_has_the_dtype_of_reduction(pool: RankPool) -> None:
 
 
 class Parallel(nn.Module):
-    """Gradients of the norm are sums over tensor-parallel ranks, made before ours."""
+    """A model whose norm's gradients are summed over tensor-parallel ranks before our reduction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_tensor_parallel_gradients_are_those_of_fsdp2(pool: RankPool, passes: st
 
 
 class WideGradient(torch.autograd.Function):
-    """Whose weight gets an fp32 gradient, whatever the dtype of computation."""
+    """A linear function whose weight gets an fp32 gradient, whatever the compute dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""``grad_dtype`` set by users: when, how long it lasts, and what else reads such gradients."""
+"""``grad_dtype`` set by users: when, how long it lasts, and readers of such gradients."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_any_dtype_needs_one_to_reduce_in() -> None:
 @on_ranks(2)
 @layouts
 def test_grad_dtype_may_be_set_on_sharded_parameters(layout: str) -> None:
-    """Set on sharded parameters, before the first forward and after it."""
+    """``grad_dtype`` may be set before the first forward and after it."""
     model = ours(make(), layout)
     model.head.weight.grad_dtype = BF16
     backward(model, 0)
@@ -70,7 +70,7 @@ def test_grad_dtype_may_be_set_on_sharded_parameters(layout: str) -> None:
 @follows
 @layouts
 def test_grad_dtype_survives_casts_loads_and_copies(layout: str) -> None:
-    """Casts, loads, copies and moves of parameters whose gradients are fixed to fp64."""
+    """Casts, copies, loads and moves of parameters keep their ``grad_dtype``."""
     model = ours(make(FP32, {"head.weight": FP64, "inner.bias": FP64}), layout)
     backward(model, 0)
     before = seen(model)
@@ -106,7 +106,7 @@ def test_grad_dtype_survives_casts_loads_and_copies(layout: str) -> None:
 @on_ranks(2)
 @layouts
 def test_gradients_of_another_dtype_are_clipped_stepped_and_lent(layout: str) -> None:
-    """What else reads gradients: clipping, optimizers, full parameters."""
+    """Clipping, optimizers and loans of full parameters take gradients of another dtype."""
     grad_dtypes: GradDtypes = {"head.weight": BF16, "inner.weight": BF16}
     models = [ours(make(FP32, grad_dtypes), layout) for _ in range(2)]
     for model in models:
@@ -140,7 +140,7 @@ def test_gradients_of_another_dtype_are_clipped_stepped_and_lent(layout: str) ->
 @on_ranks(2)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_the_flat_face_takes_parameters_with_a_grad_dtype(use_orig_params: bool) -> None:
-    """As in FSDP1 one flat parameter forgets it; its own parameters have what was set on them."""
+    """One flat parameter ignores ``grad_dtype``, as in FSDP1; original parameters keep it."""
     models = [make(FP32, {"head.weight": BF16}) for _ in range(2)]
     for model in models:
         model.frozen.requires_grad_(True)

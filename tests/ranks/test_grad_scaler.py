@@ -1,4 +1,4 @@
-"""``ShardedGradScaler``: all ranks skip together, wherever the infinity is and lies."""
+"""``ShardedGradScaler``: all ranks skip a step together, whichever rank has the infinity."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from tests.ranks.ragged import CASES, SHAPES, param_of, placed
 
 EXACT = 1e-12
 STEPS = 6
-# In these steps one rank has an infinity or NaN, each time another one.
+# In each of these steps, a different rank has an infinity or NaN.
 BAD = {1: float("inf"), 2: float("nan"), 5: float("-inf")}
 
 
 def spoil(model: nn.Module, number: int, apart: int) -> None:
-    """Put the bad value of this step into the gradients of one rank that holds some.
+    """Put the bad value of this step into the gradients of one rank.
 
-    And of those that are multiples of ``apart`` ranks away.
+    Ranks that are multiples of ``apart`` ranks away get the value too. A rank without gradients is
+    not chosen.
     """
     if number not in BAD:
         return
@@ -66,7 +67,7 @@ def train(
     by_hand: bool = False,
     apart: int | None = None,
 ) -> list[float]:
-    """The scale after each step."""
+    """Train; return the scale after each step."""
     scales = []
     for number in range(STEPS):
         optimizer.zero_grad()
@@ -81,7 +82,7 @@ def train(
 
 
 def train_plain(make_optimizer: Any) -> dict[str, Tensor]:
-    """What must come out: the bad steps left out."""
+    """Train an unsharded model without the bad steps; return its parameters."""
     model = make()
     optimizer = make_optimizer(model.parameters())
     for number in range(STEPS):
@@ -98,7 +99,7 @@ def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 
 def torch_scaler(device: str = "cpu", **options: Any) -> TorchShardedGradScaler:
-    """Its own default is the group that there was when it was imported."""
+    """Return PyTorch's scaler; its default group is the one that existed at its import."""
     return TorchShardedGradScaler(device, process_group=dist.group.WORLD, **options)
 
 
@@ -141,13 +142,13 @@ def test_scales_and_parameters_are_those_of_torchs_fsdp(use_orig_params: bool) -
 @pytest.mark.parametrize("scaler_cls", [ShardedGradScaler, GradScaler])
 @on_ranks(2, 4)
 def test_every_layout_mesh_and_optimizer(world: int, scaler_cls: type[GradScaler]) -> None:
-    """The plain one of torch works on sharded models as well."""
+    """Our scaler and PyTorch's plain one work with every layout, mesh and optimizer."""
     world = dist.get_world_size()
     options: list[dict[str, Any]] = [{}, {"layout": fullshard.Ragged()}]
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         options += [{"mesh": mesh, **one} for one in options]
-    # Copies of gradients are alike, which torch's scaler relies on, and ours need not.
+    # PyTorch's scaler relies on equal gradients on replicas; ours does not.
     apart = 2 if scaler_cls is GradScaler and world == 4 else world
     for make_optimizer, by_hand in ((sgd, True), (sharded_adam, False)):
         want = train_plain(make_optimizer)
@@ -160,7 +161,7 @@ def test_every_layout_mesh_and_optimizer(world: int, scaler_cls: type[GradScaler
 
 
 def all_kinds(bad_rank: int | None) -> None:
-    """Gradients on all meshes, plain and sparse ones, in one optimizer."""
+    """Unscale gradients on all meshes, plain and sparse ones, with one all-reduce."""
     rank = dist.get_rank()
     values, params = [], []
     meshes = {case.mesh_shape: case.mesh() for case in CASES.values()}
@@ -176,7 +177,7 @@ def all_kinds(bad_rank: int | None) -> None:
         values.append(value)
         params.append(param_of(torch.zeros_like(value), value * 64))
     mesh = init_device_mesh("cpu", (4,))
-    sum_of = DTensor.from_local(noise(3, 2) * 64, mesh, [Partial()])  # as tensor parallelism has
+    sum_of = DTensor.from_local(noise(3, 2) * 64, mesh, [Partial()])  # as in tensor parallelism
     values.append(noise(3, 2) * 4)
     params.append(param_of(torch.zeros_like(sum_of), sum_of))
     if rank == bad_rank:
@@ -213,7 +214,7 @@ def test_gradients_of_all_kinds_together(pool: RankPool) -> None:
 def one_step(
     scaler: Any, params: list[nn.Parameter], cls: Any = torch.optim.SGD, **kw: Any
 ) -> bool:
-    """Whether it was one."""
+    """Step with a scaler; return whether the parameters changed."""
     before = [param.detach().clone() for param in params]
     optimizer = cls(params, lr=1.0, **kw)
     scaler.scale(torch.ones(()))
@@ -223,7 +224,7 @@ def one_step(
 
 
 def some_without() -> list[bool]:
-    """Whether a step was made: with gradients on one rank only, good and bad ones."""
+    """Return whether steps were made with gradients on rank 1 only, good and bad ones."""
     found = []
     for bad in (False, True):
         param = nn.Parameter(torch.ones(3))
@@ -249,9 +250,10 @@ def fused(scaler_cls: Any, num_bad: int) -> tuple[bool, float]:
 
 
 def test_fused_optimizers_skip_together_too(pool: RankPool) -> None:
-    """With the scaler of torch's FSDP the ranks part here: only the first one skips.
+    """All ranks skip a fused optimizer's step together.
 
-    And they stop only for a found-inf of 1, which a sum over ranks is not.
+    With the scaler of PyTorch's FSDP, only the rank with the infinity skips. Fused optimizers skip
+    only for a found-inf of exactly 1, and a sum over ranks may exceed 1.
     """
     for num_bad in (1, 2, 3):
         assert pool.run(3, fused, ShardedGradScaler, num_bad) == [(False, 4.0)] * 3
@@ -287,13 +289,13 @@ def test_each_optimizer_skips_for_itself() -> None:
     assert scaler.get_scale() == 4.0
 
 
-# what needs no other rank
+# behaviour on one rank
 
 
 @on_ranks(1)
 def test_sparse_gradients_are_added_up_first() -> None:
     for dtype, size, is_bad in (
-        (torch.float16, 40000.0, True),  # the sum of two is too much
+        (torch.float16, 40000.0, True),  # the sum of two overflows
         (torch.float16, 20000.0, False),
         (torch.float32, 2e38, True),
         (torch.float64, 4e4, False),
@@ -347,7 +349,7 @@ def model_and_scaler(cls: Any, scaled: bool = True) -> tuple[torch.optim.Optimiz
 
 
 def in_order(*names: str, scaled: bool = True) -> Callable[[Any], None]:
-    """Call methods of a scaler one after the other."""
+    """Return a function that calls methods of a scaler one after the other."""
 
     def call(cls: Any) -> None:
         optimizer, scaler = model_and_scaler(cls, scaled)
@@ -391,7 +393,7 @@ def test_mistakes_are_those_of_torch_and_ours() -> None:
         assert isinstance(raised.value, kind), name
     optimizer, scaler = model_and_scaler(ShardedGradScaler)
     with pytest.raises(RuntimeError, match="closure"):
-        scaler.step(optimizer, lambda: None)  # which torch would call with scaled gradients
+        scaler.step(optimizer, lambda: None)  # PyTorch would call it with scaled gradients
     for wrong in ("loss", {"loss": torch.ones(2)}):
         with pytest.raises(TypeError, match="expected a tensor"):
             scaler.scale(wrong)
@@ -399,7 +401,7 @@ def test_mistakes_are_those_of_torch_and_ours() -> None:
 
 @on_ranks(1, process_group=False)
 def test_alone_on_the_cpu() -> None:
-    """Without a process group, and with the default device where there is none of it."""
+    """The scaler works without a process group, on a machine without the default device."""
     assert not dist.is_initialized()
     scaler = ShardedGradScaler(init_scale=8.0)
     assert scaler.is_enabled()
@@ -420,7 +422,7 @@ def test_alone_on_the_cpu() -> None:
 
 @on_ranks(2)
 def test_gradients_in_fp16() -> None:
-    """A model in fp16: what would underflow does not, and fp16 gradients are unscaled."""
+    """A model in fp16: tiny gradients do not underflow, and fp16 gradients are unscaled."""
     plain = make().to(torch.float32)
     model = shard(copy.deepcopy(plain).to(torch.float16))
     scaler = ShardedGradScaler(init_scale=2.0**10)

@@ -1,4 +1,4 @@
-"""The gradients that users find on sharded parameters, as tensors: compiled, copied, kept."""
+"""Gradients on sharded parameters, as tensors: compiled, copied, kept."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_gradients(layout: Any) -> Any:
 @on_ranks(1, 2, 3)
 @layouts
 def test_begins_where_local_does(layout: Any) -> None:
-    """What compilers ask of a tensor around another one."""
+    """A gradient begins where its local tensor does, as compilers expect."""
     model = with_gradients(layout)
     for param in model.parameters():
         for shown in (param, param.grad):
@@ -46,7 +46,7 @@ def test_begins_where_local_does(layout: Any) -> None:
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_steps(kind: str, backend: str) -> None:
-    """Every position of a parameter in a unit; another graph after a step would be compiled too."""
+    """Compiled optimizer steps equal the unsharded model's, for each position in a unit."""
     layout = PerParameter()
     models = [make(), shard(make(), layout=layout)]
     classes: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -65,7 +65,7 @@ def _descend(param: Tensor, grad: Tensor) -> None:
 
 @on_ranks(1, 2, 3)
 def test_compiled_by_parameter() -> None:
-    """As optimizers of torchao do it: one graph, parameter by parameter."""
+    """One graph steps each parameter, as optimizers of torchao do."""
     layout = PerParameter()
     models = [make(), shard(make(), layout=layout)]
     torch._dynamo.reset()
@@ -98,7 +98,7 @@ def test_copies_and_pickles(layout: Any) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["local", "local, no grad", "detached", "view", "numpy"])
 def test_stays_while_it_is_kept(how: str) -> None:
-    """Small gradients are used again in the next step, but not those that somebody has."""
+    """A small gradient's memory is reused in the next step, unless the user keeps the gradient."""
     model = with_gradients(PerParameter())
     take: Any = {
         "local": lambda grad: grad.to_local(),
@@ -122,7 +122,7 @@ def test_stays_while_it_is_kept(how: str) -> None:
 @on_ranks(2)
 @layouts
 def test_neighbours_are_found(layout: Any) -> None:
-    """By one gradient, though nobody else holds the slice that it lies in."""
+    """Neighbours in memory are found from one gradient, even if no other one is alive."""
     model = fully_shard(nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 64)), layout=layout)
     model(torch.randn(2, 256)).sum().backward()
     gc.collect()
@@ -135,7 +135,7 @@ def test_neighbours_are_found(layout: Any) -> None:
 
 
 def tensor_parallel() -> float:
-    """Whole parameters begin in the middle of a buffer, and so do DTensors around them."""
+    """Step a compiled optimizer under tensor parallelism; return the distance to plain."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     plain = fill(nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)).double(), scale=0.4)
     model = copy.deepcopy(plain)

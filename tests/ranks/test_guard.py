@@ -1,4 +1,4 @@
-"""Steps that all ranks skip together because something is not finite."""
+"""Steps with a value that is not finite, which all ranks skip together."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def loss_of(model: nn.Module, number: int, bad: float | None = None) -> Tensor:
-    """A loss, which is ``bad`` if that is given, and all gradients are then."""
+    """Return a loss; multiply it by ``bad``, if given, so that all gradients become bad too."""
     loss = model(batch(number)).square().mean()
     return loss if bad is None else loss * bad
 
 
 class _Spoil(torch.autograd.Function):
-    """What it gets goes through; the gradient is NaN."""
+    """The identity function, whose backward returns NaN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -133,12 +133,12 @@ def test_all_ranks_skip_and_are_told_why(pool: RankPool, face: str) -> None:
     assert "computed" not in first
     assert "number 2: the loss of rank(s) 1 is not finite" in second
     assert "rank 1 computed" in second
-    assert face == "tensor-parallel" or "rank 0 computed" not in second  # its ranks share theirs
-    assert "head" in second.rpartition("the last is")[2]  # where backward begins
+    assert face == "tensor-parallel" or "rank 0 computed" not in second  # ranks share outputs
+    assert "head" in second.rpartition("the last is")[2]  # backward begins there
     assert "loss" not in third
     if face != "flat":
         assert "the last is" in third and "plain.0" in third
-    assert "computed" not in third  # a step was taken since
+    assert "computed" not in third  # the bad values are older than the last step
     assert "rank 1 computed" in fourth
     assert "plain.0" in fourth.rpartition("the last is")[2]
     assert "unit (root)" in fourth
@@ -223,7 +223,7 @@ def test_goes_with_a_grad_scaler() -> None:
 
 
 def only_these_ranks() -> list[bool]:
-    """Two jobs of two ranks each: what one skips, the other does not."""
+    """Of two jobs of two ranks each, one skips a step and the other does not."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "shards"))
     job = mesh["shards"]
     model = shard(make(), mesh=job)

@@ -1,4 +1,4 @@
-"""All that is true of a ShardedOptimizer is true if its state lives in host memory."""
+"""Tests of ShardedOptimizer, repeated with state in host memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.ranks.pool import RankPool
 
 @contextmanager
 def by_default(fraction: float) -> Iterator[None]:
-    """Have optimizers of the block so much state on the host; runs are streamed indeed."""
+    """Set the default ``host_fraction`` in the block; check that state was streamed."""
     fetched: list[Any] = []
     defaults: Any = ShardedOptimizer.__init__.__kwdefaults__
     fetch = Stream._fetch
@@ -55,10 +55,10 @@ def hosted(fraction: float, job: Callable[..., Any], *args: Any) -> Any:
         return job(*args)
 
 
-# Parity with the class itself: groups, schedules, late parameters, frozen ones, clipping, and so on
+# Equal to the class itself: groups, schedules, late and frozen parameters, clipping
 
 
-KINDS = [kind for kind in OPTIMIZERS if kind != "sgd"]  # which has no state
+KINDS = [kind for kind in OPTIMIZERS if kind != "sgd"]  # SGD has no state
 
 
 @both_layouts
@@ -129,7 +129,7 @@ FACES = [
 
 @pytest.mark.parametrize(("face", "other"), FACES)
 def test_state_goes_to_other_faces_and_back(pool: RankPool, face: str, other: str) -> None:
-    """Full and sharded state dicts, of every optimizer, with state on the host or not."""
+    """State goes to other interfaces and back, through full and sharded state dicts."""
     job = optimizer_resume.resumes
     for failed in pool.run(2, hosted, 1.0, job, face, other, timeout_s=240):
         assert failed == []
@@ -156,7 +156,7 @@ def train(model: Any, optimizer: Optimizer, first: int, num: int = 2) -> None:
 
 
 def saves(path: Path, mode: str) -> list[Tensor]:
-    """Save after two steps, go on for two; return where that leads."""
+    """Save after two steps, train two more; return the final parameters."""
     model = shard(make(), layout=Ragged())
     optimizer = optimizer_of(model, 1.0)
     train(model, optimizer, 0)
@@ -183,7 +183,7 @@ def test_checkpoints_go_to_another_world(pool: RankPool, tmp_path: Path, mode: s
         assert max(pool.run(world, loads, path, fraction, expected)) < 1e-12
 
 
-# Faces and replicas, clipped, scaled and guarded
+# Interfaces and replicas, with clipping, scaling and guards
 
 
 def sharded(face: str) -> Any:
@@ -227,7 +227,7 @@ def test_faces_and_replicas(pool: RankPool, face: str) -> None:
 
 
 def chosen(layout: PerParameter | Ragged) -> list[bool]:
-    """Whether state of each parameter lives on the host."""
+    """Return for each parameter whether its state lives on the host."""
     model = nn.Sequential(*(nn.Linear(8, 8 if at else 16) for at in range(4)))
     for layer in model:
         fully_shard(layer, layout=layout)
@@ -239,6 +239,6 @@ def chosen(layout: PerParameter | Ragged) -> list[bool]:
 def test_ranks_with_equal_shards_choose_alike(
     pool: RankPool, layout: PerParameter | Ragged
 ) -> None:
-    """Of 144, 72, 72 and 72 elements it takes two small units; what is not on a rank is not."""
+    """Ranks with equal shards choose the same layers: two of the three small ones."""
     found = pool.run(2, chosen, layout)
     assert [any(of) for of in zip(*found, strict=True)] == [False] * 2 + [True] * 4 + [False] * 2

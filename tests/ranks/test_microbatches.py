@@ -1,4 +1,4 @@
-"""Steps in parts: gradients of the whole batch, also if memory runs out on the way."""
+"""Batches in parts: gradients of the whole batch, even if memory runs out meanwhile."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLACES = ["before", "forward", "loss", "backward"]
 
 
 class Tower(nn.Module):
-    """Blocks that take no more than ``limit`` rows on this rank, in the place ``at``."""
+    """Blocks that run out of memory at the place ``at`` with more than ``limit`` rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def inside(model: Any) -> Tower:
 
 @dataclass
 class Batch:
-    """Rows, and what is the same for all of them."""
+    """Rows of inputs and targets, and values that all rows share."""
 
     x: Tensor
     y: dict[str, Tensor]
@@ -109,7 +109,7 @@ def loss_of(model: Any, part: Batch) -> Tensor:
 
 
 def expected(steps: int, world: int, sizes: Sequence[int]) -> dict[str, Tensor]:
-    """The weights that training in one process, with whole batches, ends with."""
+    """Return the weights after training in one process with whole batches."""
     model = tower("plain")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     for number in range(steps):
@@ -130,7 +130,7 @@ def check_weights(model: Any, steps: int, sizes: Sequence[int]) -> None:
 def trained(
     face: str, places: dict[int, str], wire: str, sizes: Sequence[int], **options: Any
 ) -> tuple[int, int]:
-    """Train while ``places`` says on which ranks memory runs out, and where."""
+    """Train while the ranks in ``places`` run out of memory at these places."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
         patch.setenv("FULLSHARD_PATIENCE_S", "3")
@@ -173,11 +173,11 @@ def test_all_ranks_begin_again_in_smaller_parts(
     pool: RankPool, place: str, world: int, face: str, wire: str
 ) -> None:
     found = pool.run(world, trained, face, {1: place}, wire, [6, 5])
-    assert found == [(4, 2)] * world  # 6 rows: parts of 3 are too many, of 1 and 2 are not
+    assert found == [(4, 2)] * world  # of 6 rows, a part of 3 is too large, and one of 1 or 2 fits
 
 
 def ends_tries_late(face: str, wire: str) -> tuple[int, int]:
-    """Rank 0 learns late that a step is done or repeated; rank 1 may have failed again by then."""
+    """Train while rank 0 learns late that a try ended; rank 1 may fail again before that."""
     with pytest.MonkeyPatch.context() as patch:
         decide = Microbatches._must_repeat
 
@@ -195,7 +195,7 @@ def ends_tries_late(face: str, wire: str) -> tuple[int, int]:
     [(2, "rows", "1"), (3, "ragged", "0"), (2, "flat", "1"), (4, "replicas", "1")],
 )
 def test_a_rank_may_end_a_try_late(pool: RankPool, world: int, face: str, wire: str) -> None:
-    """It has not begun the try in which another rank fails, though its last one is still open."""
+    """A rank may still be in its last try when another rank fails in the next one."""
     assert pool.run(world, ends_tries_late, face, wire) == [(4, 2)] * world
 
 
@@ -213,7 +213,7 @@ def test_a_rank_may_have_fewer_rows_than_parts(pool: RankPool) -> None:
 
 @dataclass(frozen=True)
 class Short(Wrapper):
-    """Collectives for whose number ``at`` this rank has no memory, once."""
+    """Collectives of which number ``at`` runs out of memory on this rank, once."""
 
     count: list[int]
     at: int
@@ -237,9 +237,9 @@ class Short(Wrapper):
 
 
 def short_at(face: str, at: int, late_s: float = 0.0, patience: str = "3") -> int:
-    """Have no memory for collective ``at`` on rank 1; return how many there were.
+    """Run out of memory in collective ``at`` on rank 1; return the number of collectives.
 
-    The other ranks begin each step ``late_s`` later.
+    The other ranks begin each step ``late_s`` seconds later.
     """
     count = [0]
     number = at if dist.get_rank() == 1 else 0
@@ -283,7 +283,7 @@ def test_memory_may_run_out_before_others_begin_the_step(
 
 
 def cannot(error: type[Exception]) -> str:
-    """Fail on rank 1 with whatever parts, then go on."""
+    """Fail on rank 1 with parts of any size, then train on; return the error."""
     model = tower("rows")
     inner = inside(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -321,7 +321,7 @@ def test_another_exception_is_raised_and_told(pool: RankPool) -> None:
 
 @on_ranks(2)
 def test_what_was_computed_is_freed_before_a_step_begins_again() -> None:
-    """Look, when a step begins again, at what the attempt before has left."""
+    """Activations of the failed attempt are freed before the step begins again."""
     model = tower("rows")
     inner = inside(model)
     inner.at, inner.limit = ("loss", 2) if dist.get_rank() == 1 else ("", 2)
@@ -338,7 +338,7 @@ def test_what_was_computed_is_freed_before_a_step_begins_again() -> None:
 
 @on_ranks(2)
 def test_gradients_of_before_are_added_to() -> None:
-    """Gradients of before stay, whether a step begins again or not."""
+    """Gradients of earlier steps stay, whether a step is repeated or not."""
     model = tower("ragged")
     whole = tower("plain")
     microbatches = Microbatches(model)
@@ -358,7 +358,7 @@ def test_gradients_of_before_are_added_to() -> None:
 @on_ranks(2, timeout_s=20)
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_rank_that_is_lost_is_raised_and_not_met_again(comes: bool) -> None:
-    """Rank 1 is lost after a good step, before or while rank 0 agrees with it on the next."""
+    """If rank 1 is lost, rank 0 raises before the ranks agree on a step, or while they do."""
     model, group = tower("rows"), dist.group.WORLD
     microbatches, batch = Microbatches(model), batch_of(0, dist.get_rank(), [4])
     microbatches.backward(lambda part: loss_of(model, part), batch)
@@ -373,7 +373,7 @@ def test_a_rank_that_is_lost_is_raised_and_not_met_again(comes: bool) -> None:
 
     def compute(part: Batch) -> Tensor:
         if not comes:
-            fault_domain().end_era(lost)  # as it is found out meanwhile, by the others
+            fault_domain().end_era(lost)  # as if found out meanwhile
         return torch.zeros((), requires_grad=True) * part.scale
 
     if dist.get_rank() == 1:
@@ -387,7 +387,7 @@ def test_a_rank_that_is_lost_is_raised_and_not_met_again(comes: bool) -> None:
 
 
 def without_rows() -> str:
-    """Rank 1 is given no rows, in one step."""
+    """Give rank 1 an empty batch in one step; return the errors' names."""
     model = tower("rows")
     microbatches = Microbatches(model)
     said = ""
@@ -419,7 +419,7 @@ def test_numbers_of_parts_that_make_no_sense_are_refused(parts: Any) -> None:
 
 
 def late_for_its_forward() -> tuple[int, int]:
-    """Rank 0 has begun the step, not its forward, when the others drop the step."""
+    """Make rank 0 late for its forward in a step that the others drop; return the counts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", "1")
         dist.barrier()
@@ -448,13 +448,13 @@ def test_a_rank_that_comes_late_to_its_forward_begins_again_too(pool: RankPool) 
 
 
 def test_what_all_ranks_know_is_not_told_again() -> None:
-    """The watch may have told the others of an engine's failure before it comes here."""
+    """A failure of an engine that was already reported is not reported again."""
     engine, microbatches, error = watch.Step(), Microbatches(nn.Linear(2, 2)), OutOfMemory("no")
     microbatches._step.begin()
     begun_s = time.monotonic()
     engine.begin()
     engine.end(error, failed=True)
-    engine.failure = None  # told
+    engine.failure = None  # reported
     microbatches._report(error, begun_s)
     assert microbatches._step.failure is None and microbatches._step.is_open
     microbatches._report(error, time.monotonic())  # of a later try

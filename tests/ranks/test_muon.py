@@ -1,4 +1,4 @@
-"""Muon on sharded models: PyTorch's Muon and AdamW on the unsharded one."""
+"""Muon on sharded models equals PyTorch's Muon and AdamW on the unsharded one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def muon(model: nn.Module) -> Muon:
 
 
 def saves(kind: str, folder: str) -> Any:
-    """Trains two steps; returns the full state, too."""
+    """Train two steps and save; return the full optimizer state too."""
     model, rank, world = sharded(kind)
     optimizer = muon(model)
     trained(model, optimizer, range(2), rank, world)
@@ -63,7 +63,7 @@ def saves(kind: str, folder: str) -> Any:
 
 
 def goes_on(kind: str, folder: str, state: Any) -> float:
-    """Loads the checkpoint, and the optimizer from full state if there is any."""
+    """Load the checkpoint, and the optimizer from ``state`` if given; train on."""
     model, rank, world = sharded(kind)
     optimizer = Muon(model, lr=7.0)
     checkpoint.load(folder, model, optimizer)
@@ -96,7 +96,7 @@ def test_it_goes_on_in_another_world(
 
 @on_ranks(2)
 def test_guards_and_copies() -> None:
-    """A step that is skipped, and copies of model and optimizer."""
+    """A guarded step is skipped, and copies of model and optimizer train on alike."""
     model, rank, world = sharded("per_parameter")
     optimizer = muon(model)
     trained(model, optimizer, range(1), rank, world)
@@ -118,7 +118,7 @@ def test_guards_and_copies() -> None:
 
 @on_ranks(3)
 def test_frozen_and_absent_gradients() -> None:
-    """A layer that is frozen for a while, and one without gradients in a step."""
+    """A layer may be frozen for a step, and another may lack gradients in a step."""
     models = [sharded("ragged")[0], made()]
     model, plain = models
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -136,7 +136,7 @@ def test_frozen_and_absent_gradients() -> None:
 
 
 def state_is_placed_at_owners() -> list[int]:
-    """Elements of momenta that this rank has; each is somewhere once."""
+    """Return the numbers of momentum elements on this rank."""
     model, rank, world = sharded("per_parameter")
     optimizer = muon(model)
     trained(model, optimizer, range(1), rank, world)
@@ -153,7 +153,7 @@ def test_each_momentum_is_at_its_owner_only(pool: RankPool) -> None:
 
 @on_ranks(2)
 def test_state_goes_through_pytorchs_state_dicts_to_a_model_made_on_meta() -> None:
-    """Built, sharded and given to the optimizer before there is any memory."""
+    """Optimizer state goes to an optimizer that was made while the model was on meta."""
     model, rank, world = sharded("per_parameter")
     optimizer = muon(model)
     trained(model, optimizer, range(2), rank, world)
