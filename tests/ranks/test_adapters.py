@@ -1,4 +1,4 @@
-"""Models with adapters of ``peft``: weights in under their own names, and out once merged."""
+"""``peft`` adapters: weights load under their own names and are saved after the merge."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def adapted(model: Any, kind: str, **options: Any) -> Any:
     options = {"target_modules": TARGETS[kind], **options}
     config = LoraConfig(r=3, task_type="CAUSAL_LM", **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own
+        warnings.simplefilter("ignore")  # warnings of peft
         return get_peft_model(model, config)
 
 
@@ -49,7 +49,7 @@ def shard(model: Any, way: str) -> Any:
 
 
 def reset(model: nn.Module, seed: int) -> None:
-    """Draw the adapters of a whole model as ``load_weights`` does, layer by layer."""
+    """Reset the adapters of an unsharded model layer by layer, as ``load_weights`` does."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     torch.manual_seed(seed)
@@ -59,7 +59,7 @@ def reset(model: nn.Module, seed: int) -> None:
 
 
 def teach(model: Any) -> None:
-    """Change what adapters begin with, so that they change what the model says."""
+    """Change the initial values of adapters so that adapters change the model's output."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -99,7 +99,7 @@ def test_weights_go_in_beside_adapters_and_out_with_them(
     with torch.device(device):
         model = adapted(built(kind, device), kind)
     if way == "flat":
-        reset(model, seed=5)  # what is not on the meta device stays
+        reset(model, seed=5)  # load_weights resets only adapters on the meta device
     model = shard(model, way)
     torch.manual_seed(5 if dist.get_rank() == 0 else 6)
     loaded = checkpoint.load_weights(model, folder)
@@ -129,7 +129,7 @@ TOKENS_ALONE = {"trainable_token_indices": [1, 8, 50], "target_modules": ["q_pro
 
 
 def learn(model: Any) -> None:
-    """Change what ``peft`` trains beside adapters of layers."""
+    """Change all that ``peft`` trains: modules, token rows and the adapters of layers."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "modules_to_save" in name or "trainable_tokens_delta" in name:
@@ -182,7 +182,7 @@ def test_what_is_trained_whole_beside_adapters_goes_out_under_its_own_name(
 
 
 def as_advised(folder: Path, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Logits of a model that was loaded, got adapters and was sharded, and of one that was not."""
+    """Return a sharded and an unsharded model's logits, adapted after ``from_pretrained``."""
     from transformers import AutoModelForCausalLM
 
     models = []
@@ -200,7 +200,7 @@ def test_first_values_that_depend_on_weights_are_refused_with_advice_that_works(
 ) -> None:
     base = built("llama", "cpu")
     base.save_pretrained(tmp_path / "base")
-    on_meta = options if "use_dora" in options else {}  # peft decomposes weights at once
+    on_meta = options if "use_dora" in options else {}  # peft needs weights for pissa
     with torch.device("meta"):
         model = adapted(built("llama", "meta"), "llama", **on_meta)
     for name, value in options.items():
@@ -213,7 +213,7 @@ def test_first_values_that_depend_on_weights_are_refused_with_advice_that_works(
 
 
 class Doubled(nn.Module):
-    """Keeps twice of what is stored, transposed and in one row."""
+    """A parameter that holds twice the stored matrix, transposed and flattened."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters annotated by ``spmd_types``: modules see plain local tensors, users see DTensors."""
+"""Parameters with ``spmd_types`` annotations: plain local tensors in forward, else DTensors."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ layouts = pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
 DIM, HIDDEN, BATCH = 6, 8, 8
 
 TYPES = {
-    "gain": spmd.R,  # read by each rank for its own rows, so gradients are terms of a sum
+    "gain": spmd.R,  # each rank reads it for its own rows, so its gradients add up
     "up.weight": spmd.S(0),
     "up.bias": spmd.S(0),
     "down.weight": spmd.S(1),
     "down.bias": spmd.I,
 }
-"""Of each parameter over tensor-parallel ranks."""
+"""Type of each parameter over tensor-parallel ranks."""
 
 
 class Block(nn.Module):
-    """A block of a transformer without attention; ``tp`` is None where it is not parallel."""
+    """A transformer block without attention; ``tp`` is None without tensor parallelism."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def mesh_of(names: str = "dp tp", *sizes: int) -> DeviceMesh:
 
 
 def annotate(model: nn.Sequential, mesh: DeviceMesh, axes: dict[str, Any]) -> None:
-    """Cut the parameters of each block over "tp" and give them their types, "R" on ``axes``."""
+    """Shard each block's parameters over "tp"; annotate them for "tp" and for ``axes``."""
     names = mesh.mesh_dim_names or ()
     for block in model:
         tp = mesh["tp"].get_group() if "tp" in names else None
@@ -96,7 +96,7 @@ def annotate(model: nn.Sequential, mesh: DeviceMesh, axes: dict[str, Any]) -> No
 
 
 def number_of(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[int, int]:
-    """This rank's number among those of ``names``, and how many there are."""
+    """Return this rank's number in the dims ``names``, and the number of ranks there."""
     number, size = 0, 1
     for name in names:
         number = number * mesh[name].size() + mesh[name].get_local_rank()
@@ -112,7 +112,7 @@ def train(
     optimizer: Any = None,
     limit: float | None = None,
 ) -> list[Any]:
-    """Gradients of the first step, norms if clipped, and the parameters at the end, as they are."""
+    """Return the first step's gradients, the norms if clipped, and the final parameters."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     grads: list[Any] = []
     norms: list[Any] = []
@@ -150,7 +150,7 @@ def sharded(
     names = [n for some in dp for n in ((some,) if isinstance(some, str) else some or ())]
     axes = {mesh.get_group(name): spmd.R for name in names}
     if "tp" not in (mesh.mesh_dim_names or ()):
-        axes = {dist.group.WORLD: spmd.R}  # one axis for two dims, as torchtitan has it
+        axes = {dist.group.WORLD: spmd.R}  # one axis for both dims, as in torchtitan
     annotate(model, mesh, {} if omits_dp else axes)
     for block in model:
         engine(block, mesh=mesh, dp_mesh_dims=dims, **options)
@@ -222,9 +222,9 @@ def test_forward_sees_plain_tensors_with_their_annotation(layout: Any) -> None:
 def test_types_are_checked_in_the_forward_but_not_in_the_engine(
     layout: Any, omits_dp: bool, knows_mesh: bool
 ) -> None:
-    """Types on data-parallel dims may be left out, whether or not ``spmd_types`` has a mesh.
+    """``spmd_types`` checks the forward's operations, not the engine's.
 
-    Types of all operations are checked, but not those of the engine.
+    Annotations may leave out the data-parallel dims, with or without a current mesh.
     """
     from spmd_types.checker import typecheck
 
@@ -249,7 +249,7 @@ def test_types_are_checked_in_the_forward_but_not_in_the_engine(
 @pytest.mark.skipif(TORCH < (2, 14), reason="PyTorch's FSDP2 takes annotated parameters since 2.14")
 @pytest.mark.parametrize(
     ("shape", "names", "dims"),
-    # PyTorch 2.15 wants "tp" last, and of more than one rank.
+    # PyTorch 2.15 wants "tp" as the last dim, with more than one rank.
     [one for one in SHAPES if not one[1].startswith("tp") and one[0][-1] > 1],
     ids=str,
 )
@@ -337,7 +337,7 @@ def test_clipping_and_the_sharded_optimizer(layout: Any) -> None:
 @on_ranks(4)
 @layouts
 def test_a_placement_function_may_give_the_full_mesh(layout: Any) -> None:
-    """As torchtitan places experts: by PyTorch's mesh info of a full mesh and its dims."""
+    """A placement function may return PyTorch's mesh info with a full mesh, as in torchtitan."""
     mesh, dims = mesh_of(), Dims(shard="dp")
     model = blocks()
     annotate(model, mesh, {mesh.get_group("dp"): spmd.R})

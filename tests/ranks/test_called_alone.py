@@ -1,4 +1,4 @@
-"""Plain modules inside of a unit that are called alone: the error names them and what to do."""
+"""Calls of a plain module inside a unit: the error names the module and the remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FACES = ("rows", "ragged", "flat")
 
 
 class Norm(nn.Module):
-    """A norm as in Llama: its weight meets a plain tensor in a product."""
+    """A norm as in Llama, whose weight is multiplied with a plain tensor."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 def explain_again() -> None:
-    """Undo what tensor-parallel models of earlier tests did in this process."""
+    """Enable explanations again after tensor-parallel models of earlier tests disabled them."""
     uses._undo = uses._undo or None
 
 
@@ -93,7 +93,7 @@ def test_a_module_called_alone_is_named_with_its_unit_and_what_to_do(face: str) 
         "block.norm (Norm)": lambda: inside.block.norm(x),
         "embed (Embedding)": lambda: inside.embed(ids),
         "conv (Conv1d)": lambda: inside.conv(torch.ones(1, 1, 3)),
-        "head (Linear)": lambda: inside.head(x),  # tied: the place that was called is named
+        "head (Linear)": lambda: inside.head(x),  # tied: the error names the module that was called
     }
     ways: list[Callable[[], AbstractContextManager[Any]]] = [
         nullcontext,
@@ -116,7 +116,7 @@ def test_a_module_called_alone_is_named_with_its_unit_and_what_to_do(face: str) 
             assert f"Or: {shard} {called} itself" in text, text
     with fullshard.unshard_params(inside.block), torch.no_grad():
         assert inside.block(x).shape == (3, 4)
-    net(ids).sum().backward()  # the errors left everything usable
+    net(ids).sum().backward()  # the model still works after the errors
     assert all(p.grad is not None for p in net.parameters())
 
 
@@ -162,11 +162,11 @@ def test_functional_use_names_the_parameter() -> None:
     _, text = caught(lambda: F.linear(x, net.other.weight))
     assert "unit other (Linear)" in text
     _, text = caught(lambda: x[:, :1] * sharded("ragged").block.lin.weight)
-    assert "cut into the same intervals" in text  # as ever: no module was called
+    assert "cut into the same intervals" in text  # the usual error, as no module was called
 
 
 class OnPurpose(nn.Module):
-    """Has a sharded parameter, and mixes a DTensor of its own with a plain tensor."""
+    """A module with a sharded parameter, whose forward mixes its own DTensor and a plain tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_dtensors_that_are_mixed_on_purpose_get_no_claim() -> None:
 
 @on_ranks(2)
 def test_a_step_meets_none_of_it() -> None:
-    """Return how many operations the handlers of explanations saw in two steps."""
+    """A step calls none of the handlers that explain errors."""
     net, ids = sharded("rows"), torch.arange(6).view(2, 3)
     optims = [
         torch.optim.AdamW(net.parameters(), foreach=False),
@@ -218,7 +218,7 @@ def test_a_step_meets_none_of_it() -> None:
 
 @on_ranks(2)
 def test_tensor_parallel_steps_pay_nothing() -> None:
-    """With tensor parallelism the handlers are removed, and PyTorch's own come back."""
+    """With tensor parallelism, explanations are off and PyTorch's own handlers are restored."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     own = handlers[torch.ops.aten.convolution.default]
     sharded("rows")

@@ -1,4 +1,4 @@
-"""What users do to a sharded module between steps: move, cast, replace, materialise."""
+"""Changes of a sharded module between steps: move, cast, replace, materialise."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_cast_after_sharding_holds_for_training_and_optimizer(
 
 
 class Wide(nn.Module):
-    """A unit whose parameters all stand in plain children."""
+    """A unit whose parameters all belong to plain children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("ran", [False, True], ids=["before_forward", "after_forward"])
 @pytest.mark.parametrize("keep", [False, True], ids=["resharded", "kept"])
 def test_casts_of_plain_children_hold(ran: bool, keep: bool) -> None:
-    """Every plain child on its own, as a training script may do."""
+    """Casts of single plain children, as a training script may do them, hold."""
     plain = fill(Wide())
     model = fully_shard(copy.deepcopy(plain))
     model.set_reshard_after_backward(not keep)
@@ -77,7 +77,7 @@ def test_casts_of_plain_children_hold(ran: bool, keep: bool) -> None:
         step(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
         step(model, optimizer)
     if ran and keep:
-        model.reshard()  # what is unsharded cannot be cast, see below
+        model.reshard()  # a cast of unsharded parameters is refused, see below
     for one in (plain, model):
         one.first.to(torch.float64)
         one.second.double()
@@ -99,7 +99,7 @@ def test_a_cast_of_a_child_that_is_unsharded_is_refused() -> None:
 
 
 def halve(model: nn.Module) -> nn.Parameter:
-    """A right replacement of ``head.weight``: the same placement, other values."""
+    """Return a valid replacement of ``head.weight``: the same placement, halved values."""
     old: Any = model.get_parameter("head.weight")
     if not isinstance(old, DTensor):
         return nn.Parameter(old.detach() / 2)
@@ -133,7 +133,7 @@ def test_a_right_parameter_put_in_place_is_used(ran: bool) -> None:
 
 @on_ranks(1, 2, 3)
 def test_a_write_into_the_shards_is_seen_by_the_next_forward() -> None:
-    """In-place writes into the shards between steps, without an optimizer."""
+    """The next forward uses values that were written into the shards in place."""
     plain, model = make(), shard(make(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     references = list(model.parameters())

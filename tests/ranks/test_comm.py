@@ -1,4 +1,4 @@
-"""The wire: both transports say the same, whatever is in flight beside."""
+"""Collectives: both transports give the same results, with several in flight."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_all_gather(world: int, transport: Transport, dtype: torch.dtype) -> Non
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("transport", list(Transport))
 def test_all_gathers_together(world: int, transport: Transport) -> None:
-    """Several at once, from where the result will be."""
+    """One call gathers several tensors in place."""
     wires, world, rank = wire(transport), dist.get_world_size(), dist.get_rank()
     outputs = [torch.full((world * numel,), torch.nan) for numel in NUMELS]
     own = [output.view(world, -1)[rank] for output in outputs]
@@ -106,7 +106,7 @@ def test_all_reduce_has_the_same_bits_on_all_ranks(
 
 
 def of_one_stage() -> tuple[list[int], bool]:
-    """Ranks 0 and 1 alone make a group, where the default one is bound to a device."""
+    """Gather in a group of ranks 0 and 1 while the default group is bound to a device."""
     world = dist.group.WORLD
     assert world is not None
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
@@ -136,7 +136,7 @@ def test_a_group_is_made_by_its_own_ranks(pool: RankPool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("transport", list(Transport))
 def test_complex_numbers_travel(transport: Transport) -> None:
-    """Gathered, reduced to a part, reduced: as numpy would."""
+    """Complex numbers are gathered, reduce-scattered and all-reduced."""
     wires, rank, world = wire(transport), dist.get_rank(), dist.get_world_size()
     parts = [torch.complex(noise(6 * world, seed=r), noise(6 * world, seed=-r)) for r in range(9)]
     parts = parts[:world]
@@ -157,7 +157,7 @@ def test_complex_numbers_travel(transport: Transport) -> None:
 
 @on_ranks(2)
 def test_means_in_fp16_do_not_overflow() -> None:
-    """The mean of numbers of which two add up to more than fp16 has."""
+    """Means fit in fp16 where the sum of two numbers does not."""
     wires = wire(Transport.NATIVE)
     values, part = torch.full((16,), 40_000.0, dtype=torch.float16), torch.empty(8).half()
     wires.reduce_scatter_mean(part, values.clone()).wait()

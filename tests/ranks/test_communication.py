@@ -1,4 +1,4 @@
-"""How units communicate, changed after ``fully_shard``: before the first step and after it."""
+"""Communication options of units, changed after ``fully_shard``, before and after a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_separate_groups_and_back(model: Any) -> None:
 
 
 def with_custom_comms_in_separate_groups(model: Any) -> None:
-    """What was chosen before, and whether means are made from sums, stays."""
+    """Set custom collectives, then separate groups: collectives and reduction by sums stay."""
     with_custom_comms(model)
     by_sums(model)
     unit = unit_of(model.blocks[0])
@@ -56,7 +56,7 @@ def with_custom_comms_in_separate_groups(model: Any) -> None:
         assert isinstance(wire, comm.Custom) and wire.reduce is not None
         if wire.group is not None:
             assert (wire.group is bucket.spec.comm.group) is not enable
-            inner = getattr(wire.inner, "inner", wire.inner)  # the checker of lanes wraps it
+            inner = getattr(wire.inner, "inner", wire.inner)  # the lanes checker wraps it
             assert not inner._choice.averages
 
 
@@ -111,7 +111,7 @@ def compare(change: Change, late: bool, mesh: tuple[int, ...], layout: Any) -> f
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_the_result_is_the_same(pool: RankPool, change: Change, late: bool) -> None:
-    """PyTorch ignores some of these after the first forward, and breaks on others before it."""
+    """Changed communication trains the same; PyTorch ignores some changes and fails on others."""
     results = pool.run(2, compare, change, late, (2,), fullshard.PerParameter())
     assert max(results) <= 1e-12
 
@@ -149,13 +149,13 @@ def test_one_more_group_for_all_reductions() -> None:
     assert (len(reducing), bool(gathering & reducing)) == (1, False)
 
 
-# hooks on what is reduced
+# all-reduce hooks
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("layout", [fullshard.PerParameter(), fullshard.Ragged()], ids=repr)
 def test_a_hook_may_reduce_over_further_ranks(layout: Any) -> None:
-    """Shards over pairs of ranks; the hook takes the mean over the pairs."""
+    """Parameters are sharded over pairs of ranks, and the hook averages over the pairs."""
     rank = dist.get_rank()
     steps = batches("odd", 4, 1)
     expected = train(make("odd", torch.float64), steps, 0, 1)[1]
@@ -250,7 +250,7 @@ def test_the_custom_wire_without_a_group_is_not_asked() -> None:
 
 
 class Kept(Gather):
-    """Receives into the same memory each time."""
+    """A gather that reuses its memory."""
 
     def __init__(self) -> None:
         super().__init__(asynchronous=True)
@@ -263,7 +263,7 @@ class Kept(Gather):
 
 @on_ranks(2)
 def test_a_custom_gather_may_keep_its_memory() -> None:
-    """Gather two tensors at once, as units do with large parameters."""
+    """A custom gather may reuse its memory for two tensors at once, as large parameters need."""
     group = dist.group.WORLD
     assert group is not None
     gather = Kept()

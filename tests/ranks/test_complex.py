@@ -1,4 +1,4 @@
-"""Complex parameters: both faces, both layouts, beside the unsharded model."""
+"""Complex parameters: both interfaces and both layouts, beside the unsharded model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks.pool import RankPool, on_ranks
 
 
 class Waves(nn.Module):
-    """Real and complex parameters; the loss is real."""
+    """A model of real and complex parameters with a real loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ def sharded(face: str, **options: Any) -> Any:
 
 
 def apart(face: str, is_native: bool) -> float:
-    """How far parameters and gradients are from the unsharded ones after three steps."""
+    """Return how far the parameters are from the unsharded model's after three steps."""
     options: dict[str, Any] = {}
-    if face == "mixed":  # real ones are cast, complex ones stay as they are
+    if face == "mixed":  # only real gradients are cast for the reduction
         options["mp_policy"] = fullshard.MixedPrecisionPolicy(reduce_dtype=torch.float64)
     if is_native:
         with wrapped(native):

@@ -1,4 +1,4 @@
-"""The methods of a sharded module, and what can be seen of it from outside."""
+"""The methods of a sharded module, and their visible effects."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_a_forward_waits_for_what_was_started() -> None:
     gathers = [action for action in transcript.actions() if action.op is Op.UNSHARD]
     gathers = len(gathers)
     assert difference <= EXACT
-    assert gathers == 3  # once for each unit, none of them again
+    assert gathers == 3  # once for each unit
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("how", ["load", "loan"])
 def test_what_is_written_during_a_gather_is_shown_by_wait(how: str) -> None:
-    """Write other weights while a gather is in flight; compare what wait and a forward show."""
+    """Values written during a gather are the ones that wait and the next forward show."""
     model, other = shard(make()), shard(make())
     with torch.no_grad():
         for param in other.parameters():
@@ -73,7 +73,7 @@ def test_what_is_written_during_a_gather_is_shown_by_wait(how: str) -> None:
 
 @on_ranks(1, 2, 3)
 def test_a_late_wait_does_not_bring_parameters_back() -> None:
-    """A handle that outlives a reshard, and one that is dropped."""
+    """A handle waited for after a reshard, and a handle never waited for, unshard nothing."""
     model = shard(make())
     block: Any = model.blocks[1]
     handle = block.unshard(async_op=True)
@@ -160,7 +160,7 @@ def test_after_trouble_the_next_steps_are_right(kind: str, reset: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["forward", "backward", "root"])
 def test_a_reset_inside_of_what_runs_is_refused(where: str) -> None:
-    """What is running goes on as if nothing had been called, and so do the next steps."""
+    """A refused reset leaves the running step and the next ones unchanged."""
     plain = make()
     model: Any = shard(copy.deepcopy(plain))
     optimizers = [optimizer_of(plain), optimizer_of(model)]
@@ -195,7 +195,7 @@ def test_a_reset_inside_of_what_runs_is_refused(where: str) -> None:
 def test_zero_grad_of_a_module_drops_what_the_optimizer_sees(
     face: str, original: bool, to_none: bool
 ) -> None:
-    """A backward that failed before it came to any unit leaves whole parameters shown."""
+    """After a backward that failed before it reached a unit, ``zero_grad`` drops all gradients."""
     model: Any = make()
     if face == "per parameter":
         shard(model)

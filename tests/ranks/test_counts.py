@@ -1,4 +1,4 @@
-"""How many collectives a step takes, and how many bytes it holds."""
+"""Numbers of collectives in a step, and bytes of unsharded parameters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_one_gather_each_way_and_one_reduction_per_unit_and_step(
         shard(model, reshard)
     if checkpointing:
         use_checkpoints(model, checkpointing == "reentrant")
-    for seed in range(3):  # the second and third know the order of the first
+    for seed in range(3):  # from the second step on, the order of units is known
         for recording in made:
             recording.calls.clear()
         step(model, seed)
@@ -80,11 +80,11 @@ def bytes_of_steps(budget: int | None) -> dict[str, Any]:
 def test_unsharded_bytes_stay_within_the_bound(
     pool: RankPool, world: int, num_units: int | None
 ) -> None:
-    """max(prefetch budget, largest unit) + root + staging; the default is one unit ahead."""
+    """The peak is at most max(prefetch budget, largest unit) + root; staging counts apart."""
     largest = pool.run(world, bytes_of_steps, None)[0]["largest"]
     budget = None if num_units is None else num_units * largest
     for got in pool.run(world, bytes_of_steps, budget):
-        # One unit ahead, the default, is on its way in the staging, which is counted apart.
+        # By default, one unit ahead is in the staging.
         assert 0 < got["peak"] <= max(budget or 0, largest) + got["root"]
         if budget is None:
             assert got["staging"] <= got["most_staging"]
@@ -103,7 +103,7 @@ class Chooser(nn.Module):
 
 @on_ranks(2, 3, 4)
 def test_a_gradient_is_none_only_where_no_rank_has_one() -> None:
-    """Rank 1 alone uses the second layer; nobody uses the third."""
+    """Rank 1 alone uses the second layer, and no rank uses the third."""
     model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abc"})
     model = fill(Chooser(model.double()))  # type: ignore[assignment]
     fullshard.fully_shard(model)

@@ -1,4 +1,4 @@
-"""Collectives that a device waits for while the host goes on: who is told what, and what ends."""
+"""Collectives that only a device waits for: reports on ranks, and the end of the groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 1.0
 
 
 class Point:
-    """A point in the work of a device, which it passes when it is told to."""
+    """A point in the work of a device; tests set ``is_passed``."""
 
     def __init__(self) -> None:
         self.is_passed = False
@@ -35,14 +35,14 @@ class Point:
 
 @contextmanager
 def on_device() -> Iterator[tuple[Ledger, threading.Event, list[str]]]:
-    """The ledger of all ranks, as if their collectives were a device's; what is aborted, told."""
+    """Treat all ranks' collectives as a device's; yield the ledger, an abort event, the log."""
     group, aborted = dist.group.WORLD, threading.Event()
     assert group is not None
     ledger = ledger_of(group)
     with heard() as said, pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", str(PATIENCE_S))
         patch.setattr(ledger, "aborts", aborted.set)
-        patch.setattr(ledger.domain, "aborted_by", None)  # and not after the test
+        patch.setattr(ledger.domain, "aborted_by", None)  # no abort remains after the test
         watch.begin()
         dist.barrier()
         try:
@@ -61,7 +61,7 @@ def until(is_so: object) -> bool:
 
 
 def fails_while_devices_wait() -> list[str]:
-    """Rank 1 does not come, then fails; the devices of the others wait, and no host does."""
+    """Fail on rank 1 while only devices of the other ranks wait; return the errors."""
     model = fully_shard(nn.Linear(4, 4, dtype=torch.float64))
     before = full_parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -76,11 +76,11 @@ def fails_while_devices_wait() -> list[str]:
                 ledger.issue("gather", label, 8, Done, lambda point=point: point).wait()
         else:
             ledger.issue("gather", "unit a", 8, Done).wait()
-            assert until(lambda: logged)  # the others' devices were noticed
+            assert until(lambda: logged)  # the waits of the other ranks' devices were reported
             watch.report_failure(Trouble("no"))
         assert aborted.wait(30)
         said.append(logged[-1].partition(": ")[2])
-        with pytest.raises(PeerError):  # gradients may be what came of the aborted gather
+        with pytest.raises(PeerError):  # gradients may come from the aborted gather
             optimizer.step()
         for _ in range(2):
             try:
@@ -110,7 +110,7 @@ def test_a_rank_that_fails_while_only_devices_wait_is_named_and_the_groups_end(
 
 
 def comes_late() -> str:
-    """Rank 1 comes after the others' patience: they are told, and nothing ends."""
+    """Reach a collective late on rank 1: it is reported, and no group is aborted."""
     with on_device() as (ledger, aborted, logged):
         if dist.get_rank() != 1:
             point = Point()

@@ -1,4 +1,4 @@
-"""``fullshard doctor``: facts of ranks, their wires, a mesh that is measured, the command."""
+"""``fullshard doctor``: facts of ranks, their wires, measurements of a mesh, the command."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_each_dim_of_a_mesh_is_measured(pool: RankPool) -> None:
 
 
 def wires(shape: tuple[int, ...], hosts: str) -> list[tuple[str, str]]:
-    """What carries this rank's gathers and reductions if ranks are on ``hosts``, a letter each."""
+    """Return this rank's carriers of gathers and reductions; ``hosts`` has a letter per rank."""
     patch, own = pytest.MonkeyPatch(), hosts[dist.get_rank()].encode()
     with patch.context() as patched:
         patched.setattr(rendezvous, "own_host", lambda: own * rendezvous.NBYTES)
@@ -111,7 +111,7 @@ def test_wires_between_hosts_are_named(pool: RankPool) -> None:
 
 
 def fail_on_rank_1(path: str, rank: int) -> tuple[int, list[str], int]:
-    """The exit code, the failures shown, and how many ranks were known by then."""
+    """Return the exit code, the reported failures, and the number of ranks known by then."""
     shown: list[doctor.Report] = []
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
@@ -127,7 +127,10 @@ def _refuse(*_: object, **__: object) -> None:
 
 
 def test_what_failed_on_another_rank_is_shown(tmp_path: Path) -> None:
-    """In processes of its own: a group that never came about leaves threads behind."""
+    """A failure on rank 1 is shown on rank 0.
+
+    A group that was never complete leaves threads behind, so the ranks are processes of their own.
+    """
     program = (
         "import sys; from tests.ranks.test_doctor import fail_on_rank_1 as f; "
         "print(f(sys.argv[1], int(sys.argv[2])))"

@@ -1,4 +1,4 @@
-"""What people do with a sharded model besides training it plainly, beside the unsharded model."""
+"""Uses of a sharded model other than plain training, beside the unsharded model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_modules_are_gathered_in_the_order_one_tells() -> None:
     names = [key[f"blocks.{i}"] for i in range(4)]
     blocks[0].set_modules_to_forward_prefetch([blocks[2], blocks[3]])
     blocks[3].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
-    for _ in range(2):  # the second step knows an order of its own, and does not follow it here
+    for _ in range(2):  # the given order also replaces the order recorded in the first step
         actions = actions_of(model, ids)
         at = [i for i, text in enumerate(actions) if text == f"wait {names[0]}"]
         assert actions[at[0] + 1 : at[0] + 3] == [f"unshard {names[2]}", f"unshard {names[3]}"]
@@ -89,7 +89,7 @@ def test_modules_are_gathered_in_the_order_one_tells() -> None:
 
 @on_ranks(2)
 def test_prefetched_in_vain() -> None:
-    """Guesses that never come are given up; the order survives a root sharded later."""
+    """Prefetched units that do not run are resharded; the given order survives a later root."""
     ids = torch.arange(8) % 11
     model = fill(Deep().double())
     inner = nn.Sequential(*model.blocks)
@@ -102,7 +102,7 @@ def test_prefetched_in_vain() -> None:
         next(u.key for u in engine_of(whole).units if u.name == f"1.{i}") for i in (0, 3)
     )
     assert actions[actions.index(f"wait {first}") + 1] == f"unshard {last}"
-    inner[0](noise(2, 6)).sum().backward()  # alone: what it asked for is not used
+    inner[0](noise(2, 6)).sum().backward()  # alone: the unit that it prefetches is not used
     assert engine_of(whole).scheduler.idle
     assert not any(engine_of(whole).meter.held_nbytes.values())
 
@@ -124,7 +124,7 @@ def test_an_embedding_need_not_be_gathered_in_backward(reshard: bool) -> None:
         )
 
 
-# methods
+# methods as forwards
 
 
 class Two(nn.Module):
@@ -143,7 +143,7 @@ class Two(nn.Module):
 
 
 class Encoder(nn.Module):
-    """No forward at all."""
+    """A module without a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ def test_compiled_blocks_and_models_train_alike(what: str) -> None:
             optimizer.zero_grad()
 
     torch._dynamo.reset()
-    warnings.simplefilter("ignore")  # the compiler's own
+    warnings.simplefilter("ignore")  # warnings of the compiler
     for reshard in (True, False):
         assert train_both(script, reshard_after_forward=reshard) < 1e-12
     stats = torch._dynamo.utils.counters["stats"]
@@ -336,7 +336,7 @@ def test_a_printed_model_shows_its_units(pool: RankPool) -> None:
         "FSDPNet(",
         "a unit: 5 parameters, 95 elements, S(0) over 2 rank(s), 464 bytes a rank, 784 unsharded",
     ]
-    # ModuleList shows what is alike once
+    # ModuleList prints equal modules once
     assert [line for line in lines if "a unit: " in line][1:] == [
         "(0-1): 2 x FSDPLinear(in_features=6, out_features=6, bias=True, a unit: 2 parameters, "
         "42 elements, S(0) over 2 rank(s), 176 bytes a rank, 336 unsharded)"
@@ -349,14 +349,14 @@ def test_time_spent_waiting_is_told() -> None:
     assert model.waited_s() == 0
     dist.barrier()
     if dist.get_rank() == 0:
-        time.sleep(0.5)  # the other waits for what this rank has to send
+        time.sleep(0.5)  # the other rank waits for this rank's data
     model(batch()).sum().backward()
     assert model.waited_s() > (0.2 if dist.get_rank() == 1 else 0)
     assert model.waited_s() == model.blocks[0].waited_s()
 
 
 class Passes(torch.autograd.Function):
-    """The identity; ``apply`` takes an autograd number even where nothing needs gradients."""
+    """The identity, with an autograd node number even if no input needs a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ def test_parametrized_modules_are_copied_with_what_was_set() -> None:
 def test_methods_of_an_instance_are_forwards_too() -> None:
     model = fullshard.fully_shard(Two().double())
     model.twice = MethodType(lambda self, x: self.first(x) * 2, model)
-    model.encode = MethodType(lambda self, x: self.second(x), model)  # over the class's own
+    model.encode = MethodType(lambda self, x: self.second(x), model)  # hides the class's method
     for name in ("twice", "encode"):
         fullshard.register_fsdp_forward_method(model, name)
         first = getattr(model, name)(batch())

@@ -1,6 +1,6 @@
 """The examples, and the programs and figures of the pages for users.
 
-The programs run as a user starts them, with processes of their own: what they show is the start.
+The programs run in processes of their own, as a user starts them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def losses_in(printed: str) -> list[float]:
 
 
 class Learns(NamedTuple):
-    """What an example prints besides falling losses."""
+    """Expected output of an example beside falling losses."""
 
     name: str
-    last: float  # above the last loss
+    last: float  # upper bound of the last loss
     says: str
 
 
@@ -50,7 +50,7 @@ EACH = [
 
 
 def test_the_tour_is_a_program(tmp_path: Path) -> None:
-    """The cells of the notebook, one after the other, in one process."""
+    """The cells of the notebook run one after the other in one process."""
     cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in cells if cell["cell_type"] == "code")
@@ -107,7 +107,7 @@ def test_what_is_exported_is_what_was_averaged(tmp_path: Path) -> None:
 
 
 class Program(NamedTuple):
-    """A block of Python, and the block of text behind it that it prints on two processes."""
+    """A Python block of a page, and the text block after it: the output on two processes."""
 
     title: str
     source: str
@@ -130,7 +130,7 @@ def programs_of(page: Path) -> list[Program]:
 
 QUICKSTART = programs_of(ROOT / "docs" / "quickstart.md")
 
-# One start for all programs. Each one begins where the page's first has just ended.
+# All programs share one start. The page's first program runs before each of them.
 RUNNER = """
 import json
 from contextlib import redirect_stdout
@@ -172,7 +172,7 @@ def on_two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_program_of_the_quickstart_prints_what_the_page_says(
     number: int, on_two_processes: list[str]
 ) -> None:
-    """Whole numbers and words are equal, fractions about so: they depend on the processor."""
+    """Words and whole numbers are equal; fractions agree to 5%, as they depend on the processor."""
     said = re.split(r"(\d+\.\d+)", QUICKSTART[number].printed or "")
     found = re.split(r"(\d+\.\d+)", on_two_processes[number])
     assert found[::2] == said[::2]
@@ -190,7 +190,7 @@ def test_the_quickstart_runs_on_one_process_and_again_in_the_same_folder(tmp_pat
 
 
 class Stack(nn.Module):
-    """The model of the page: four blocks of a million parameters, and two thousand besides."""
+    """The page's model: four blocks of a million parameters, and a norm of two thousand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,13 +205,13 @@ class Stack(nn.Module):
 
 
 class Figures(NamedTuple):
-    """What one step moves and holds on a rank."""
+    """The communication and memory of one step on a rank."""
 
     gathers: int
     reductions: int
-    peak_mb: str  # of unsharded parameters
-    between_mb: str  # of those, between forward and backward
-    sent_mb: str  # what this rank sends to each other rank, all gathers of the step together
+    peak_mb: str  # unsharded parameters
+    between_mb: str  # unsharded parameters between forward and backward
+    sent_mb: str  # bytes to each other rank in all gathers of the step
 
 
 def figures_of_a_step(

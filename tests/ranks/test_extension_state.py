@@ -1,4 +1,4 @@
-"""What tensors that are gathered in a way of their own keep on themselves, and what memory."""
+"""State and memory of tensors with their own gather hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 class Scaled(Tensor):
-    """``inside`` times ``scale``, an attribute; what comes of most operations is plain."""
+    """A tensor of value ``inside * scale``; most operations return plain tensors."""
 
     kept: ClassVar[set[Any]] = set()
 
@@ -61,7 +61,7 @@ class Scaled(Tensor):
 
 
 class Weight(Scaled):
-    """Travels divided by its largest element, or by ``given``, which its copies do not have."""
+    """A tensor that is gathered divided by its largest element, or by ``given``, if that is set."""
 
     kept: ClassVar[set[Any]] = {
         torch.ops.aten.new_zeros.default,
@@ -127,7 +127,7 @@ def sees_new_scales(how: str) -> float:
         with torch.no_grad():
             x = batch(number)
             found = max(found, (plain(x) - model(x)).abs().max().item())
-    assert Weight.outs  # the gathers after the first wrote on what modules show
+    assert Weight.outs  # gathers after the first one wrote into ``out``
     return found
 
 
@@ -160,7 +160,7 @@ def test_what_hooks_write_on_out_is_seen(pool: RankPool, world: int, how: str) -
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("how", ["sharded", "offloaded", "copied", "a neighbour was replaced"])
 def test_what_is_put_on_a_piece(how: str) -> None:
-    """On ranks with padding and on those without rows as well."""
+    """Attributes set on a local shard reach its hooks, on ranks with padding or no rows too."""
     model: Any = wrapped(Weight)
     offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     shard(model, **(offloaded if how == "offloaded" else {}))
@@ -183,7 +183,7 @@ def test_what_is_put_on_a_piece(how: str) -> None:
 
 
 class Replacing(Weight):
-    """Writing to it gives it another tensor inside."""
+    """A tensor that replaces its inner tensor in ``copy_``."""
 
     @classmethod
     def __torch_dispatch__(
@@ -210,7 +210,7 @@ def test_replaces_what_is_inside(world: int) -> None:
 
 
 class Counting(Weight):
-    """Its hooks talk to each other by what they put on themselves."""
+    """A tensor whose two hooks share state on the tensor."""
 
     kept: ClassVar[set[Any]] = Weight.kept
     calls = 0
@@ -236,7 +236,7 @@ def test_what_hooks_put_on_themselves() -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_hooks_of_a_copy() -> None:
-    """Those put on plain tensors, of a copy and beside a parameter that was replaced."""
+    """Hooks set on a plain tensor work in a copy, and after a neighbour was replaced."""
     asked: list[Tensor] = []
 
     def pre(self: Tensor, mesh: Any) -> Any:
@@ -263,7 +263,7 @@ def test_hooks_of_a_copy() -> None:
 
 
 class Keeping(Weight):
-    """Remembers what it sent, weakly."""
+    """A tensor that records weak references to the tensors that it sent."""
 
     sent: ClassVar[list[Any]] = []
 
@@ -284,7 +284,7 @@ def _taken(self: Tensor, outputs: Any, told: Any, dtype: Any, *, out: Any = None
 
 
 def _live_nbytes() -> int:
-    """Parts of one storage with a storage of their own are counted again, but always alike."""
+    """Return the bytes of live storages; overlapping storages count twice, each time alike."""
     gc.collect()
     found: dict[int, int] = {}
     for one in gc.get_objects():
@@ -299,7 +299,7 @@ def _live_nbytes() -> int:
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("put", [True, False])
 def test_what_was_sent_is_dropped(offload: bool, put: bool) -> None:
-    """Of a plain neighbour, which is cast, as well."""
+    """Tensors returned by the first hook are freed, also those of a cast plain tensor."""
     Keeping.sent.clear()
     policy = MixedPrecisionPolicy(param_dtype=torch.float32)
     offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
@@ -311,7 +311,7 @@ def test_what_was_sent_is_dropped(offload: bool, put: bool) -> None:
         before = _live_nbytes()
         model.blocks[0].unshard()
         assert Keeping.sent and all(reference.expired() for reference in Keeping.sent)
-        # The first gather makes the parameters; several ranks use memory to communicate.
+        # The first gather makes the parameters; several ranks need memory to communicate.
         is_countable = number > 0 and dist.get_world_size() == 1
         assert not is_countable or _live_nbytes() == before + held(model)
         model.blocks[0].reshard()
@@ -319,7 +319,7 @@ def test_what_was_sent_is_dropped(offload: bool, put: bool) -> None:
 
 
 class Released(Weight):
-    """Makes its whole in memory of its own."""
+    """A tensor whose second hook allocates the unsharded tensor."""
 
     def fsdp_post_all_gather(self, outputs: Any, scale: Any, dtype: Any, *, out: Any = None) -> Any:
         (data,) = outputs
@@ -372,7 +372,7 @@ def test_releases_what_was_gathered(world: int, reshard: bool) -> None:
     model.blocks[0].reshard()
     model.blocks[1].reshard()
     assert held(model) == 0
-    other: Any = shard(wrapped(Weight))  # which is in the memory of what was gathered
+    other: Any = shard(wrapped(Weight))  # its unsharded tensors are views of the gathered memory
     other.blocks[0].unshard()
     for _ in range(2):
         model.blocks[0].unshard()
@@ -403,7 +403,7 @@ def test_refusals() -> None:
 
 
 class Padded(Weight):
-    """Travels as one vector, so that it comes out with all rows of padding."""
+    """A tensor gathered as one vector, so that the output contains the rows of padding."""
 
     num_more_rows = 0
 
@@ -426,7 +426,7 @@ class TooShort(Padded):
 @on_ranks(2)
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_rows_of_padding(rows: int) -> None:
-    """Rows are compared with rows, however many dims there are."""
+    """The engine removes padding by rows and refuses too few rows."""
     weight = torch.arange(rows * 3.0).view(rows, 3)
     layer: Any = nn.Linear(3, rows, bias=False)
     layer.weight = nn.Parameter(Padded(weight.clone()))

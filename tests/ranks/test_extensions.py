@@ -1,4 +1,4 @@
-"""Tensors that decide themselves how they are gathered."""
+"""Tensors with their own gather hooks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.ranks.models import noise
 from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
 from tests.ranks.pool import RankPool, on_ranks
 
-OLD, NEW = 1, 5  # arguments of the first hook
+OLD, NEW = 1, 5  # number of arguments of the first hook
 
-# Rows of Net's weights: 6, 6, 7 and 5, so that most are uneven, and a rank of four has none.
+# Net's weights have 6, 6, 7 and 5 rows, so most are uneven, and one of four ranks may have none.
 WEIGHTS = ("blocks.0.weight", "blocks.1.weight", "plain.0.weight", "head.weight")
 
 
 class OldHalves(Halves):
-    """The same, with the older signature."""
+    """``Halves`` with the older signature."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
         return split(self.data_inside)
@@ -66,7 +66,7 @@ def test_what_hooks_are_told() -> None:
         assert mp_policy == policy
         rows, columns = outer_size
         assert outer_size == module.weight.shape and outer_stride == (columns, 1)
-        assert shape == (-(-rows // 2), columns)  # alike on all ranks, padding included
+        assert shape == (-(-rows // 2), columns)  # equal on all ranks, padding included
 
 
 def pre_of_plain(self: Tensor, mesh: Any) -> Any:
@@ -82,7 +82,7 @@ def post_of_plain(
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("when", ["after fully_shard", "after to_empty"])
 def test_put_on_plain_tensors(world: int, when: str) -> None:
-    """Between fully_shard and the first forward; biases in the same bucket stay as they are."""
+    """Hooks may be set between fully_shard and the first forward, on some tensors of a bucket."""
     plain = make()
     if when == "after to_empty":
         with torch.device("meta"):
@@ -104,7 +104,7 @@ def test_put_on_plain_tensors(world: int, when: str) -> None:
 
 
 class Both(TwoTensor):
-    """Two tensors in one, which stay two when gathered: what travels is what comes out."""
+    """Two tensors in one, which are gathered as two, in the memory of the outputs."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self.a, self.b), None
@@ -123,7 +123,7 @@ class Both(TwoTensor):
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_whole_parameter_is_a_wrapper(world: int, reshard: bool) -> None:
-    """Defect 8 of FSDP2: at shard size 1 only the first of several tensors is passed on."""
+    """Both tensors of a wrapper are passed on; FSDP2 passes on the first only at shard size 1."""
     plain = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Tanh(), nn.Linear(7, 6, bias=False))
     with torch.no_grad():
         for seed, param in enumerate(plain.parameters()):
@@ -160,7 +160,7 @@ def test_the_whole_parameter_is_a_wrapper(world: int, reshard: bool) -> None:
 
 @on_ranks(3)
 def test_a_wrapper_without_hooks() -> None:
-    """A wrapper of a class that has none travels as its values."""
+    """A wrapper whose class has no hooks is gathered by value."""
     model = make()
     model.head.weight = nn.Parameter(TwoTensor(model.head.weight.data, model.head.weight.data))
     plain = make()
@@ -182,7 +182,7 @@ def test_memory_is_freed(world: int) -> None:
     model(batch()).sum().backward()
     assert held(model) == before == 0
     model.blocks[0].unshard()
-    # high and low bits, and the whole in fp64; the bias
+    # two halves of the bits, the unsharded fp64 tensor, and the bias
     padded = -(-6 // world) * world
     bias = 6 if world == 1 else padded
     assert held(model) >= padded * 6 * 8 + 6 * 6 * 8 + (0 if world == 1 else bias * 8)
@@ -239,7 +239,7 @@ def test_refusals() -> None:
 
 @on_ranks(4)
 def test_late_refusals() -> None:
-    """Hooks that came after fully_shard are refused before anything is gathered."""
+    """Invalid hooks set after fully_shard are refused before any gather."""
     for options, said in (
         ({"layout": Ragged()}, "cut on dim 0"),
         ({"reshard_after_forward": 2}, "reshard_after_forward=int"),
@@ -258,7 +258,7 @@ def test_late_refusals() -> None:
 
 
 def mixed_precision() -> float:
-    """The hook is told the dtype of computation, and a plain neighbour is cast to it."""
+    """Return the distance of a wrapped and a plain model's outputs in mixed precision."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     outputs = []
     for model in (wrapped(Halves), make()):
@@ -275,7 +275,7 @@ def test_mixed_precision(pool: RankPool) -> None:
 
 @on_ranks(3)
 def test_accumulates() -> None:
-    """Without synchronisation, then with it; twice in one graph."""
+    """Gradients accumulate without synchronisation, then with it, twice in one graph."""
     plain, model = make(), shard(wrapped(Halves))
     for one in (plain, model):
         if one is model:

@@ -1,4 +1,4 @@
-"""The memory of collectives that a fault keeps from ending."""
+"""Memory of collectives that a fault prevents from finishing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLICIES = {
 
 
 class _Work:
-    """A collective of the backend, and the memory that it uses until it has ended well."""
+    """A collective of the backend with the memory that it uses until it finishes."""
 
     busy: list[_Work]
 
@@ -52,7 +52,7 @@ def _recorded(start: Callable[..., dist.Work | None]) -> Callable[..., Any]:
 
 
 def freed_in_use(fault: str, layout: str, policy: str) -> tuple[int, list[str]]:
-    """Fail on rank 1; return how many collectives did not end here, and buffers freed too early."""
+    """Fail on rank 1; return the number of unfinished collectives and the buffers freed in use."""
     _Work.busy = []
     freed: list[str] = []
 

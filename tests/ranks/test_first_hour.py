@@ -1,4 +1,4 @@
-"""Mistakes of the first hour: one clear error, on all ranks, and the model as it was."""
+"""Mistakes of new users: one clear error on all ranks, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Has a method besides forward, and reads a child's weight when told to."""
+    """A model with a method besides forward; with ``reads``, its forward reads a child's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,6 @@ class Model(nn.Module):
         return x @ self.head.weight.T if self.reads else self.head(x)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Not forward."""
         return self.head(x)
 
 
@@ -67,7 +66,7 @@ def optimizer_before() -> tuple[Any, Callable[[], object]]:
 
 
 def one_group_before() -> tuple[Any, Callable[[], object]]:
-    """Stepped before, and the parameter comes later."""
+    """Return a step of an optimizer that stepped before it got a parameter from before sharding."""
     model = make()
     old = model.layers[1].inner.weight
     shard(model)
@@ -143,7 +142,7 @@ def test_a_mistake_is_named_and_changes_nothing(case: str) -> None:
     assert all(torch.equal(before[name], full) for name, full in after.items())
     text = str(caught.value)
     assert "\n" not in text
-    if isinstance(model, fullshard.FSDPModule):  # it is good for training all the same
+    if isinstance(model, fullshard.FSDPModule):  # the model can still train
         model.reads = False
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(X).sum().backward()
@@ -165,7 +164,7 @@ def test_a_backend_for_other_devices_is_refused() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_knows_both_is_not_refused() -> None:
-    """A parameter that also stands outside is trained there by the optimizer that knows both."""
+    """An optimizer may have a parameter both sharded in a unit and plain outside of it."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
     model[1].weight = model[0].weight
     fullshard.fully_shard(model[0])

@@ -1,4 +1,4 @@
-"""The checks for a GPU, on a CPU in its place: that they run, not what they would find."""
+"""The checks for a GPU run on a CPU as a stand-in, which shows nothing about a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.gpu.model import Llama
 from bench.gpu.ranks import check_all
 from tests.ranks.pool import RankPool
 
-STARTED_ELSEWHERE = {"ranks", "trainer"}  # in processes of their own; the ranks are tried below
+STARTED_ELSEWHERE = {"ranks", "trainer"}  # in processes of their own; ranks are tested below
 NOT_JUDGED = {"graphs", "jobs"}
 
 
@@ -85,7 +85,7 @@ def test_what_comes_first_is_written_with_a_log(
 
 
 def test_flops_of_llama_are_counted() -> None:
-    """Six for each weight and token, of 1.24 billion weights without the input embedding."""
+    """Training a Llama takes six FLOPs for each weight and token, without the input embedding."""
     sizes = tax.SHAPES["1B"]
     of_weights = tax.flops(sizes, 1, 0) / 6
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Units of several modules, moved and cast through the modules around them, or part by part."""
+"""Units of several modules, moved and cast through the modules around them or one by one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stack(nn.Module):
 
 
 def grouped(model: nn.Module, layout: str, root: bool) -> nn.Module:
-    """Shard ``norm`` and ``head`` together, as torchtitan does."""
+    """Shard ``norm`` and ``head`` as one unit, as torchtitan does."""
     options = {"layout": LAYOUTS[layout]}
     fully_shard([model.norm, model.head], **options)
     return fully_shard(model, **options) if root else model
@@ -71,7 +71,7 @@ def not_recursively(model: nn.Module) -> None:
 
 
 def after_a_failure(model: nn.Module) -> None:
-    """The cast fails in the middle, such as for want of memory, and is done again."""
+    """Cast a model after a first cast that failed in the middle."""
     calls = 0
 
     def cast(tensor: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def test_members_of_one_unit_leave_meta_together(pool: RankPool, layout: str, ro
 @on_ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_unit_that_was_cast_partly_is_refused_until_all_of_it_was(layout: str) -> None:
-    """What forwards say of a unit of which a part was cast, and how it trains once all was."""
+    """A unit that was cast in part refuses forwards until the whole unit is cast."""
     plain = fill(Stack())
     model = grouped(copy.deepcopy(plain), layout, root=True)
     model.norm.double()
@@ -200,7 +200,7 @@ def test_wrappers_are_cast_in_any_way(use_orig_params: bool) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("change", ["cast", "tied", "loaded"])
 def test_a_change_may_be_noticed_in_inference_mode(change: str, layout: str) -> None:
-    """Change a model, and use it for the first time in inference mode, then train it."""
+    """A change of the model may first be noticed in inference mode."""
     models = []
     for sharded in (False, True):
         model: Any = fill(Stack())
@@ -222,7 +222,7 @@ def test_a_change_may_be_noticed_in_inference_mode(change: str, layout: str) -> 
 
 
 class Few(nn.Module):
-    """A parameter of two elements, of which the last of three ranks holds none."""
+    """A parameter of two elements; the last of three ranks holds none of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Few(nn.Module):
 
 
 def few(face: str, calls: list[CollectiveCall]) -> Any:
-    """Shard one; unsharded parameters stay until the optimizer has stepped."""
+    """Shard ``Few`` so that unsharded parameters stay until the optimizer has stepped."""
     model = nn.Sequential(Few())
     with wrapped(lambda comm: Recording(comm, calls)):
         if face == "modules":
@@ -246,7 +246,7 @@ def few(face: str, calls: list[CollectiveCall]) -> Any:
 
 
 def change_and_accumulate(face: str, change: str) -> tuple[int, float]:
-    """Return the number of gathers of two forwards after a change, and how far grads are off."""
+    """Return the gathers of two forwards after a change, and the distance of the gradients."""
     calls: list[CollectiveCall] = []
     model, plain = few(face, calls), nn.Sequential(Few())
     for one in (plain, model):
@@ -254,7 +254,7 @@ def change_and_accumulate(face: str, change: str) -> tuple[int, float]:
         one(noise(4, 2, seed=0)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if change == "cast":  # part by part, so that only the next forward sees it
+        if change == "cast":  # one by one, so that only the next forward notices
             for inner in one.modules():
                 if not isinstance(inner, FullyShardedDataParallel):
                     inner.float()

@@ -1,4 +1,4 @@
-"""Sharded parameters are initialised as the unsharded model's are, with the same seed."""
+"""Sharded parameters get the unsharded model's initial values, given the same seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fill = Callable[[Tensor], object]
 
 
 def sharded(shape: tuple[int, ...], dtype: torch.dtype, how: str, mesh: Any) -> nn.Parameter:
-    """A parameter made on meta, with memory and without values."""
+    """Return a parameter that was made on meta and has memory filled with a constant."""
     module = nn.Module()
     values: Tensor = torch.empty(shape, dtype=dtype, device="meta")
     if how.startswith("tensor parallel"):
@@ -46,16 +46,16 @@ def mesh_of(world: int, replicas: int) -> Any:
 
 
 def outcome(fill: Fill, tensor: Tensor) -> Any:
-    """What is in ``tensor`` afterwards, and where the generator is; or the error's type."""
+    """Return the values, the generator's state and the results of ``fill``, or its error."""
     torch.manual_seed(11)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what distributions become
+            warnings.simplefilter("ignore")  # on results of distributions
             result = fill(tensor)
     except Exception as error:
         return error
     made = [whole(tensor), torch.get_rng_state()]
-    # Numbers that were made beside the tensor must agree as well.
+    # results of ``fill`` must agree as well
     return made + [whole(one) for one in (result if isinstance(result, list) else ())]
 
 
@@ -66,7 +66,7 @@ def verdicts(
     how: str,
     replicas: int,
 ) -> dict[str, str]:
-    """What goes otherwise than it does for a plain tensor, by name and shape."""
+    """Return the fills that differ from a plain tensor's, by name and shape."""
     import torch.distributed as dist
 
     if how.startswith("tensor parallel"):
@@ -100,7 +100,7 @@ def no_grad(fill: Fill) -> Fill:
 
 
 def seeded(fill: Callable[..., object]) -> Fill:
-    """With a generator of its own, whose state counts as well."""
+    """Return a fill with a generator of its own, whose final state counts too."""
 
     def with_generator(tensor: Tensor) -> object:
         generator = torch.Generator().manual_seed(5)
@@ -207,7 +207,7 @@ FILLS = TORCH_NN_INIT | DRAWS | VIEWS
 SHAPES = [(5, 4), (6, 3, 3), (1, 5), (40,)]
 EVEN_SHAPES = [(16, 8), (4, 4, 2, 2)]
 FLATTENS_CUT_DIMS = TORCH >= (2, 12)
-"""Before, ``orthogonal_`` of more than two dims fails where a later one than the first is cut."""
+"""True from PyTorch 2.12: ``orthogonal_`` works if a dim after the first is sharded."""
 
 
 @pytest.mark.parametrize("how", ["first dim", "last dim"])

@@ -1,4 +1,4 @@
-"""``reset_parameters`` of modules, and what transformers does in its stead, on sharded models."""
+"""``reset_parameters`` of modules, and transformers' initialisation, on sharded models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks.pool import RankPool, every_world
 
 
 class TiedHead(nn.Module):
-    """An embedding with a padding row, whose weight is the output layer's too."""
+    """An embedding with a padding row, tied to the output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class TiedHead(nn.Module):
 
 def transformer() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about nested tensors, which are not used
+        warnings.simplefilter("ignore")  # on nested tensors, which are not used
         return nn.Transformer(4, 2, 1, 1, 5)
 
 
@@ -81,7 +81,7 @@ def reset(model: nn.Module) -> None:
 
 
 def state(model: nn.Module, fill: Callable[[nn.Module], Any]) -> list[Tensor]:
-    """Everything in ``model`` once it is filled, and where the generator is then."""
+    """Fill a model; return all its tensors and the generator's state."""
     torch.manual_seed(11)
     fill(model)
     values = (*model.parameters(), *model.buffers())
@@ -89,7 +89,7 @@ def state(model: nn.Module, fill: Callable[[nn.Module], Any]) -> list[Tensor]:
 
 
 def differing(how: str, names: list[str]) -> list[str]:
-    """Modules that are initialised otherwise than unsharded ones."""
+    """Return the modules that get other values than unsharded ones."""
     placed = (lambda p: Shard(p.dim() - 1)) if how == "last dim" else None
     layout = Ragged(how) if how in ("element", "row", "tensor") else PerParameter()
     found = []
@@ -145,7 +145,7 @@ def test_every_module_with_a_reset_is_tried() -> None:
         if hasattr(cls, "reset_parameters") or hasattr(cls, "_reset_parameters")
     }
     bases = {"RNNBase", "RNNCellBase", "CrossMapLRN2d"}
-    lazy = {name for name in resets if name.startswith("Lazy")}  # of no size on meta
+    lazy = {name for name in resets if name.startswith("Lazy")}  # no size on meta
     assert resets - bases - lazy <= set(MODULES)
 
 

@@ -1,4 +1,4 @@
-"""``set_keep_unsharded_storage``: resharding keeps the memory, and nothing else changes."""
+"""``set_keep_unsharded_storage``: resharding keeps the memory and changes nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def held_nbytes(model: nn.Module) -> int:
 
 
 def all_nbytes(model: nn.Module) -> int:
-    """What the unsharded parameters take, where they are not the shards themselves."""
+    """Return the bytes of unsharded parameters that are not the shards themselves."""
     return sum(
         bucket.unsharded_nbytes
         for unit in unit_of(model).engine.units
@@ -38,7 +38,7 @@ def all_nbytes(model: nn.Module) -> int:
 
 
 class Addresses:
-    """Where forwards and backwards find the parameters of modules, step after step."""
+    """Recorded addresses of parameters in the forwards and backwards of each step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: list[dict[str, int]] = []
@@ -76,7 +76,7 @@ class Addresses:
 
 
 def disturb() -> list[Tensor]:
-    """Take what the allocator would hand out next."""
+    """Take the blocks that the allocator would hand out next."""
     return [torch.empty(n) for n in (6, 30, 36, 40, 42, 72, 84) for _ in range(20)]
 
 
@@ -122,7 +122,7 @@ def test_addresses_stay_with_secondary_shards(pool: RankPool) -> None:
 
 @on_ranks(2, 3)
 def test_single_units_keep_their_memory() -> None:
-    """Only the unit that was named; what is moved or cast is given up, and kept again later."""
+    """A single unit may keep its memory; a cast gives it up until the next step."""
     model = shard(make())
     model.blocks[0].set_keep_unsharded_storage(True, recurse=False)
     step(model, optimizer_of(model))
@@ -140,7 +140,7 @@ def test_single_units_keep_their_memory() -> None:
 
 
 def sizes(kit: Any) -> list[int]:
-    """Bytes of memory behind each unsharded parameter after a step, as held by its graph."""
+    """Return for each block's weight, after a step, whether its memory is kept."""
     model = make()
     shard_units(model, model.blocks, by=kit.fully_shard)
     wholes: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""Tensors that a forward keeps instead of returning: reading freed parameters is an error.
+"""Tensors that a forward keeps instead of returning them: reads of freed parameters raise.
 
-Without it, the kernel reads memory that is gone, and the process dies. The strict mode is off in
-these jobs, as it would raise first.
+Without the error, a kernel reads freed memory and the process dies. The strict mode is off in these
+jobs, because it would raise first.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ faces = pytest.mark.parametrize("face", ["dtensors", "ragged", "hooks", "flat", 
 
 
 class Keeps(nn.Module):
-    """A block that keeps what its first layer made of a copy of the input: older than the output.
+    """A block that keeps a loss of a copy of its input, which is older than the block's output.
 
-    So the engine does not see it, and frees the block's parameters.
+    The engine does not see the kept loss, so it frees the block's parameters.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Keeps(nn.Module):
 
 
 class KeepsLayer(Keeps):
-    """It keeps the parameter itself, in a tuple, as it would count as one of its own otherwise."""
+    """A block that keeps its parameter, in a tuple: as an attribute it would be registered."""
 
     def keep(self, start: Tensor) -> Any:
         return (self.linear.weight,)
@@ -71,7 +71,7 @@ class KeepsView(Keeps):
 
 
 class ByHand(torch.autograd.Function):
-    """A function whose weight is an attribute, where no saved tensor tells of it."""
+    """A function that keeps its weight as an attribute, unseen by saved-tensor hooks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def held(model: nn.Module) -> int:
 
 @contextmanager
 def refused(unit: str = "") -> Iterator[None]:
-    """Freed parameters of a unit are read in the block."""
+    """Expect the error for a read of a unit's freed parameters in the block."""
     with pytest.raises(RuntimeError, match=TEXT.format(unit)):
         yield
 
@@ -150,7 +150,7 @@ def goes_on_like(plain: nn.Module, model: nn.Module) -> None:
 @on_ranks(2)
 @faces
 def test_a_kept_graph_is_refused(face: str) -> None:
-    """Before the model's backward, after it, and after the step."""
+    """A kept graph is refused before the model's backward, after it, and after the step."""
     plain, model = model_of(Keeps), shard(model_of(Keeps), face)
     for one in (plain, model):
         train(one, range(2))
@@ -223,7 +223,7 @@ def test_the_error_names_unit_and_parameters() -> None:
 
 @on_ranks(2)
 def test_what_the_error_advises_works() -> None:
-    """What the text advises gives the gradient of the unsharded model."""
+    """The remedies in the error's text give the unsharded model's gradient."""
     plain = model_of(Keeps)
     plain(batch(0)).sum().backward()
     (expected,) = torch.autograd.grad(*blocks_of(plain)[0].kept, retain_graph=True)
@@ -271,7 +271,7 @@ def test_memory_that_is_not_freed_may_be_read() -> None:
 
 @on_ranks(2)
 def test_profilers_see_nothing_of_it() -> None:
-    """A profiler that looks at the memory of all tensors finds no freed ones."""
+    """A profiler that reads the memory of all tensors does not fail on freed parameters."""
     model = shard(model_of(Keeps), "dtensors")
     with left():
         train(model, range(1))

@@ -1,4 +1,4 @@
-"""Ranks that run other units than the rest, of equal sizes, are told so, on every wire."""
+"""Ranks that run different units of equal size get an error, on every wire."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ every_transport = pytest.mark.parametrize("transport", [Transport.NATIVE, Transp
 
 
 class Net(nn.Module):
-    """Two layers of one size, in either order."""
+    """Two layers of equal size, run in either order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def by(transport: Transport) -> Callable[[Collectives], Collectives]:
 
 
 def make(face: str, transport: Transport, mesh: DeviceMesh | None = None) -> tuple[nn.Module, Net]:
-    """What is called, and the module in it that knows the order."""
+    """Return the model to call, and the module in it that sets the order."""
     net = Net()
     with wrapped(by(transport)):
         if face == "flat":
@@ -91,7 +91,10 @@ def test_shared_memory_notices_another_order_in_any_step() -> None:
 
 @on_ranks(4)
 def test_copies_that_reduce_in_another_order_are_told() -> None:
-    """The ranks of a copy agree; those that hold the same shard do not."""
+    """Replicas that run units in another order are reported.
+
+    The ranks of a replica agree; only the ranks that hold the same shard differ.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     model, net = make("fully_shard", Transport.SHARED, mesh)
     net.swapped = mesh.get_local_rank("copies") == 1
@@ -130,10 +133,10 @@ def test_other_units_of_equal_size_are_an_error(what: str, transport: Transport)
 @on_ranks(2)
 @every_transport
 def test_names_may_change_and_groups_be_shared(transport: Transport) -> None:
-    """What changes names, or shares units and groups, in ways that all ranks agree on."""
+    """Names may change, and units and groups may be shared, if all ranks agree."""
     with wrapped(by(transport)):
         block = fully_shard(nn.Linear(6, 6))
-        step(block)  # a root, as yet
+        step(block)  # a root at this time
         pair = fully_shard(nn.Sequential(block, fully_shard(nn.Linear(6, 6))))
         step(pair)
         twin = copy.deepcopy(pair)
@@ -182,7 +185,7 @@ def test_a_stand_in_for_a_group_is_asked_nothing() -> None:
 
 
 def seen_to_compare() -> str:
-    """Rank 1 comes to a label when it knows that rank 0 is seen to wait for it there."""
+    """Return the kind of wait that rank 0 reports while it compares labels."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     wire = C10d(group, "cpu", Transport.NATIVE).labelled(Label("unit a"))

@@ -1,4 +1,4 @@
-"""Parameters that are tied, exchanged, untied or replaced after they were sharded."""
+"""Parameters that are tied, exchanged, untied or replaced after sharding."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def train(
     change: Callable[[nn.Module], None],
     when: int,
 ) -> list[float]:
-    """Losses of steps of two passes, the first one without sync, with clipped gradients.
+    """Train with two passes a step, the first without sync, and clipping; return the losses.
 
-    The optimizer is made before a change in the first step, and anew after a later change.
+    The optimizer is made before a change in the first step, and again after a later change.
     """
     losses = []
     optimizer = optimizers[kind](model.parameters())
@@ -169,7 +169,7 @@ def test_a_tie_across_units_trains_as_in_the_plain_model(pool: RankPool) -> None
 
 @on_ranks(2)
 def test_a_tie_across_units_that_cut_otherwise_is_refused() -> None:
-    """Units with other layouts cut the two parameters in other places."""
+    """A tie across units whose layouts shard the parameters differently is refused."""
     plain = make()
     model = ragged(copy.deepcopy(plain), apart=True)
     own = model.head.weight
@@ -214,7 +214,7 @@ MEANWHILE: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
     "backward": lambda model, optimizer: _once_more(model, 5),
     "full parameters": lambda model, optimizer: full_state_dict(model, rank0_only=False),
 }
-"""What may come after a tie of parameters that stay unsharded after backward."""
+"""Calls that may follow a tie of parameters that stay unsharded after backward."""
 
 
 @on_ranks(2)
@@ -266,7 +266,7 @@ def test_a_tie_inside_a_loan_stays(face: str) -> None:
 
 
 def refused_in_a_loan() -> list[str]:
-    """A tie across units, and one on the first rank alone; values stay as they were."""
+    """Tie across units, then on rank 0 alone; check that values stay; return the errors."""
     said = []
     for apart, options in ((True, {}), (False, {"rank0_only": True})):
         plain = make()
@@ -296,7 +296,7 @@ def test_a_tie_inside_a_loan_that_cannot_stay_is_refused(pool: RankPool) -> None
 
 @on_ranks(2)
 def test_a_change_of_one_place_of_a_tied_parameter_is_refused() -> None:
-    """What forwards say after changes that a shard of a tied parameter cannot follow."""
+    """A change of one place of a tied parameter is refused in the next forward."""
     said = []
     plain = make()
     tie(plain)
@@ -338,7 +338,7 @@ def test_parameters_of_a_flat_wrapper_are_not_replaced_in_silence() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("face", FACES)
 def test_a_tied_model_is_copied_saved_and_cast(face: str, tmp_path: Path) -> None:
-    """What people do with a model after a late tie: casts, copies, state dicts, checkpoints."""
+    """A model with a late tie can be copied, cast, saved and loaded."""
     found = {}
     plain = make()
     model = FACES[face](copy.deepcopy(plain), False)
@@ -373,7 +373,7 @@ def test_a_tied_model_is_copied_saved_and_cast(face: str, tmp_path: Path) -> Non
 @on_ranks(2)
 @pytest.mark.parametrize("face", [*FACES, "flat"])
 def test_parameters_that_are_added_later_are_told_of_once(face: str) -> None:
-    """What forwards warn of after modules or parameters were added, swapped or removed."""
+    """Parameters added after sharding cause one warning in the next forward."""
 
     def add_a_module(model: Any) -> None:
         model.block.adapter = nn.Linear(6, 6).double()

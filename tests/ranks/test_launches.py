@@ -1,4 +1,4 @@
-"""What a step would launch on a device, and how often the host would wait for one."""
+"""Kernel launches and host waits that a step would cause on a device."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def kernels_of(layer: str, world: int) -> dict[str, int]:
 def test_a_layer_takes_no_more_kernels_than_in_fsdp2(
     pool: RankPool, layer: str, world: int
 ) -> None:
-    """On 32 ranks half of the ranks have no expert."""
+    """A layer launches no more kernels than with FSDP2, even if half the ranks lack experts."""
     (found,) = pool.run(1, kernels_of, layer, world, process_group=False, timeout_s=300)
     assert found[PER_PARAMETER] <= found[FSDP2] <= 7
     assert found[RAGGED] <= found[FSDP2] / (2 if world == 8 else 1)
 
 
 class Odd(nn.Module):
-    """Even, uneven, short and empty parameters, some with a gradient that is transposed."""
+    """Parameters of even, uneven, short and empty shapes, some with transposed gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor, used: int) -> Tensor:
         terms = [(p.float() * (x + i)).sin().sum() for i, p in enumerate(self.params)]
-        scale = self.params[3]  # whose gradient comes in 32 bits, and since PyTorch 2.15 stays so
+        scale = self.params[3]  # its gradient comes in fp32 and since PyTorch 2.15 stays fp32
         row = (x + torch.arange(13.0)).to(scale.dtype)
         terms[3] = F.rms_norm(row, (13,), scale).float().cos().sum()
         square = self.params[1].float()
@@ -68,7 +68,7 @@ class Odd(nn.Module):
 def grads_of(
     layout: Any, dtypes: Any, used: int, on_gpu: bool, shard_dim: int
 ) -> list[list[float] | None]:
-    """After three steps, in which ranks use other numbers of parameters."""
+    """Return the gradients after three steps; ranks use different numbers of parameters."""
 
     def placement(param: nn.Parameter) -> Any:
         return torch.distributed.tensor.Shard(shard_dim if param.dim() > shard_dim else 0)
@@ -93,7 +93,7 @@ BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 @on_ranks(2, 3, 4, timeout_s=120)
 @pytest.mark.parametrize("layout", ["per-parameter", "other dim", "ragged"])
 def test_copies_for_a_device_are_exact(layout: str) -> None:
-    """Cases in which copies for a device give other gradients."""
+    """Copies made as for a device give exactly the same gradients."""
     chosen = fullshard.Ragged() if layout == "ragged" else fullshard.PerParameter()
     found = []
     for dtypes in ((BF16, FP32), (FP32, FP32), (BF16, FP64)):
@@ -107,7 +107,7 @@ def test_copies_for_a_device_are_exact(layout: str) -> None:
 
 @contextmanager
 def reads() -> Iterator[list[int]]:
-    """How many rows were read at a time."""
+    """Record the number of rows in each read of flags."""
     seen: list[int] = []
     original = Lanes.read
 
@@ -144,7 +144,7 @@ def has_grads(model: nn.Module) -> list[bool]:
 @on_ranks(2)
 @pytest.mark.parametrize("case", ["frozen", "idle here", "idle everywhere"])
 def test_presence_is_read_once_a_step_and_not_for_what_is_frozen(case: str) -> None:
-    """Rows read in the third step, and which gradients are there."""
+    """Presence flags are read once a step, and not at all for frozen parameters."""
     at_once, there = {
         "frozen": ([], [True, True, False, False]),
         "idle here": ([3], [True] * 4),
@@ -166,7 +166,7 @@ def test_presence_is_read_once_a_step_and_not_for_what_is_frozen(case: str) -> N
 @on_ranks(4)
 @pytest.mark.parametrize("both", [True, False])
 def test_partial_gradients_that_are_all_there_are_not_asked_for(both: bool) -> None:
-    """The last unit runs in the passes before the last one only."""
+    """Partial gradients that all ranks have need no read of flags in the last pass."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = chain(mesh=mesh)
     model.set_requires_all_reduce(False)
@@ -185,7 +185,7 @@ def test_partial_gradients_that_are_all_there_are_not_asked_for(both: bool) -> N
 
 @on_ranks(2)
 def test_gradients_that_were_asked_for_add_up() -> None:
-    """Rank 1 alone uses the second expert; three backwards without zero_grad."""
+    """Gradients accumulate over three backwards, though rank 1 alone uses the second expert."""
     sharded, whole = chain(), fill(Chain().double())
     with reads() as seen:
         for step in range(3):
@@ -201,7 +201,7 @@ def test_gradients_that_were_asked_for_add_up() -> None:
 
 
 def hooks_and_clipping() -> list[str]:
-    """Hooks run once a parameter that has a gradient, by the end of backward."""
+    """Return the parameter of each hook call by the end of backward."""
     model = chain()
     called = []
     for name, param in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What is deleted is gone: models with their memory, process groups with their threads."""
+"""Deleted models free their memory, and destroyed process groups are freed too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def evaluated(model: Net) -> object:
 
 
 def a_forward_only(model: Net) -> object:
-    """The loss, with the graph, is dropped before the model."""
+    """Run a forward; drop the loss with its graph before the model."""
     model(batch()).sum()
     return None
 
@@ -50,7 +50,7 @@ def left_unsharded(model: Net) -> object:
 
 
 def copied(model: Net) -> object:
-    return copy.deepcopy(model)  # the copy lives on
+    return copy.deepcopy(model)  # the copy stays alive
 
 
 def hooked(model: Net) -> object:
@@ -91,4 +91,4 @@ def test_a_destroyed_group_is_gone() -> None:
         del group
     gc.collect()
     alive = [reference() is not None for reference in references]
-    assert not any(alive[1:]), alive  # DTensor's caches keep the first mesh that they meet
+    assert not any(alive[1:]), alive  # DTensor's caches keep the first mesh

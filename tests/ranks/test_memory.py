@@ -1,4 +1,4 @@
-"""Bytes of a rank, counted: never more than PyTorch's with the same settings, and why."""
+"""Counted bytes on a rank: at most PyTorch's with the same settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 class Layers(nn.Module):
-    """Equal ones, each a unit; what precedes them is the root's."""
+    """Equal layers, each a unit, after a layer that belongs to the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def engine_of(model: nn.Module) -> Any:
 
 @contextmanager
 def held_together(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
-    """Bytes of unsharded parameters and of reductions' copies, whenever one of them changes."""
+    """Record bytes of unsharded parameters and of reduction inputs at each change of either."""
     meter = engine_of(model).meter
     seen: list[tuple[int, int]] = []
 
@@ -79,7 +79,7 @@ def step(model: nn.Module) -> None:
 
 
 def most_held(mesh: tuple[int, ...], budget_of: float | None, policy: Any) -> dict[str, float]:
-    """In units' sizes: most bytes of copies, and of them and unsharded parameters together."""
+    """Return the most reduction inputs, and the most unsharded layers when one is made."""
     model = sharded(mesh, mp_policy=policy)
     step(model)
     unit = unit_of(model.layers[0])
@@ -109,7 +109,7 @@ def most_held(mesh: tuple[int, ...], budget_of: float | None, policy: Any) -> di
 def test_a_unit_is_resharded_and_the_reduction_before_it_over_when_one_begins(
     pool: RankPool, mesh: tuple[int, ...], policy: Any
 ) -> None:
-    """What is whole then besides the root is the unit that was gathered ahead."""
+    """When a reduction's input is made, at most one unit beside the root is unsharded."""
     for found in pool.run(math.prod(mesh), most_held, mesh, None, policy):
         assert found["copies"] == 1
         assert found["when one is made"] <= 1
@@ -121,7 +121,7 @@ def test_a_budget_in_bytes_lets_more_reductions_run(pool: RankPool, budget_of: f
         assert found["copies"] == max(1, int(budget_of))
 
 
-# As small as can be: the sets of gradients that are kept between steps are smaller.
+# The smallest sizes whose gradients are not kept between steps, as small ones are.
 SMALL = replace(memory.LAYERS, vocab=64, dim=192, length=8)
 LARGE_EMBEDDING = replace(SMALL, vocab=4096)
 CASES = {
@@ -143,10 +143,10 @@ def bytes_of(names: list[str], case: Any) -> dict[str, tuple[int, int]]:
     CASES,
 )
 def test_no_more_than_pytorch(pool: RankPool, title: str, bf16: bool) -> None:
-    """At the peak of a step, and between steps.
+    """Memory is at most PyTorch's, at the peak of a step and between steps.
 
-    FSDP1's reduction to fp32 blocks on a CPU, and so holds nothing that would compare with ours.
-    Since 2.15 FSDP2 adds each gradient to what waits as it comes, and we when the unit is through.
+    FSDP1's reduction to fp32 blocks on a CPU, so its memory cannot be compared with ours. Since
+    2.15, FSDP2 adds each gradient to the pending ones at once; we add when the unit is complete.
     """
     case = replace(CASES[title], bf16=bf16)
     accumulates = title == "accumulated whole (no_sync)" and not bf16

@@ -1,4 +1,4 @@
-"""Meshes of more than one dim: replicas (HSDP), and resharding to a smaller group."""
+"""Meshes of two dims: replicas (HSDP), and resharding to a smaller group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 
 def on_mesh(shape: tuple[int, ...], kind: str, reshard: Any, **options: Any) -> dict[str, Any]:
-    """On one rank: the largest differences from the unsharded model."""
+    """Return the largest differences of this rank's training from the unsharded model's."""
     return compare(kind, torch.float64, reshard, sync_always=True, mesh=mesh_of(*shape), **options)
 
 
@@ -73,7 +73,7 @@ def test_parameters_are_placed_on_both_dims() -> None:
 
 
 class Branches(nn.Module):
-    """Each microbatch uses one of two parameters of the same size, or both."""
+    """A model that uses ``a`` and ``b``, two parameters of the same size, as the input says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Branches(nn.Module):
 def test_partial_gradients_stay_with_their_parameters(
     microbatches: list[str], expected: tuple[int, int], layout: Any
 ) -> None:
-    """PyTorch adds up what lies in the same place of a buffer whose parameters differ."""
+    """A partial gradient stays with its parameter; PyTorch adds by place in the buffer."""
     mean = sum(range(1, 5)) / 4
     model: Any = Branches()
     fullshard.fully_shard(model, mesh=mesh_of(2, 2), layout=layout)
@@ -116,7 +116,7 @@ def test_partial_gradients_stay_with_their_parameters(
 
 
 def skipped_in_the_last_pass() -> list[float]:
-    """The second block has a partial gradient only, and its unit is not run again."""
+    """Skip a unit with a partial gradient in the last pass; return the gradients' sums."""
     model: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
 
     class Either(nn.Module):
@@ -163,7 +163,7 @@ def test_reset_forgets_partial_gradients() -> None:
 
 @on_ranks(4)
 def test_partial_gradients_add_up_in_the_dtype_of_reduction() -> None:
-    """256 + 1 + 1: sums of what waits are made in the dtype of reduction."""
+    """Partial gradients of 256, 1 and 1 are summed in the dtype of the reduction."""
     model: Any = nn.Linear(1, 4, bias=False)
     policy = fullshard.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     fullshard.fully_shard(model, mesh=mesh_of(2, 2), mp_policy=policy)
@@ -174,7 +174,7 @@ def test_partial_gradients_add_up_in_the_dtype_of_reduction() -> None:
 
 
 def divided(shape: tuple[int, ...], factor: float, reduce_dtype: Any, put_off: bool) -> float:
-    """Every rank's gradient is 8."""
+    """Return the gradient if each rank's is 8, perhaps in two passes of 3 and 5."""
     model: Any = nn.Linear(1, 3, bias=False)
     policy = fullshard.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     fullshard.fully_shard(model, mesh=mesh_of(*shape), mp_policy=policy)
@@ -195,7 +195,7 @@ def divided(shape: tuple[int, ...], factor: float, reduce_dtype: Any, put_off: b
 def test_gradients_are_divided_once_by_the_factor(
     pool: RankPool, shape: tuple[int, ...], reduce_dtype: Any, put_off: bool
 ) -> None:
-    """On one rank and in fp16 PyTorch divides twice."""
+    """The factor divides once; PyTorch divides twice on one rank and in fp16."""
     world = math.prod(shape)
     results = pool.run(world, divided, shape, 2.0, reduce_dtype, put_off)
     assert results == [8.0 * world / 2] * world
@@ -215,15 +215,15 @@ def last_dim(param: nn.Parameter) -> Shard:
 
 
 def test_secondary_shards_of_what_is_cut_on_other_dims(pool: RankPool) -> None:
-    """PyTorch fails here in backward."""
+    """Secondary shards also work for other dims, where PyTorch fails in backward."""
     check(pool.run(4, on_mesh, (4,), "odd", 2, shard_placement_fn=last_dim), 1e-12, 1e-12)
 
 
 @on_ranks(4)
 def test_full_tensor_is_right_between_forward_and_backward() -> None:
-    """PyTorch puts uneven ones together wrongly.
+    """The full tensor is right between forward and backward, even for uneven sizes.
 
-    Sizes that divide by nothing; what modules show between forward and backward is right.
+    PyTorch puts uneven secondary shards together wrongly.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
@@ -239,11 +239,11 @@ def test_full_tensor_is_right_between_forward_and_backward() -> None:
 
 @on_ranks(4)
 def test_secondary_shards_are_never_stale() -> None:
-    """The weights change while slices of the old ones are kept."""
+    """Weights changed while secondary shards of the old ones are kept are used at once."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shard_units(model, model, mesh=mesh_of(4), reshard_after_forward=2)
-    model(torch.ones(1, 4))  # no backward comes by
+    model(torch.ones(1, 4))  # no backward follows
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(1.0)
@@ -255,7 +255,7 @@ def test_secondary_shards_are_never_stale() -> None:
 
 
 def counts(shape: tuple[int, ...], reshard: Any, all_reduce: bool = True) -> list[dict[str, Any]]:
-    """Calls of a step, by unit, and, over all units, numbers of elements by kind."""
+    """Return the collectives of a step by unit and kind."""
     with recordings() as made:
         model: Any = make("gpt", torch.float32)
         shard(model, reshard, partial(fullshard.fully_shard, mesh=mesh_of(*shape)))
@@ -288,17 +288,17 @@ def test_backward_gathers_among_the_smaller_group(pool: RankPool) -> None:
 
 @on_ranks(4)
 def test_counts_agree_with_comm_debug_mode() -> None:
-    """What we recorded, and what PyTorch's own observer saw."""
+    """Our recordings count the collectives that PyTorch's CommDebugMode counts."""
     shape = (2, 2)
     with recordings(Transport.NATIVE) as made:
         model = make("gpt", torch.float32)
         shard(model, None, partial(fullshard.fully_shard, mesh=mesh_of(*shape)))
     tokens = ids(2, 8, vocab=vocab("gpt"), seed=dist.get_rank())
-    GPT.loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()  # ranks compare units, once
+    GPT.loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()  # ranks compare units once
     for recording in made:
         recording.calls.clear()
     with CommDebugMode() as observer, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook")  # the observer's own
+        warnings.filterwarnings("ignore", message="Full backward hook")  # the observer's warning
         GPT.loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
     ours = Counter(call.kind for recording in made for call in recording.calls)
     seen = {str(op).split(".")[-1]: times for op, times in observer.get_comm_counts().items()}
@@ -312,7 +312,7 @@ def test_counts_agree_with_comm_debug_mode() -> None:
 
 @on_ranks(4)
 def test_meshes_from_groups_and_equal_but_distinct_ones() -> None:
-    """Groups that the user made; and one equal mesh for each unit, none of them the same object."""
+    """A mesh may come from the user's groups, and each unit may have its own equal mesh."""
     rank = dist.get_rank()
     ranks = torch.arange(4).view(2, 2)
     columns = [dist.new_group(column.tolist()) for column in ranks.T]
@@ -335,7 +335,7 @@ def test_meshes_from_groups_and_equal_but_distinct_ones() -> None:
     for one in (model, plain):
         GPT.loss(one(tokens[:, :-1]), tokens[:, 1:]).backward()
         norms.append(fullshard.optim.grad_norm(one.parameters()))
-    assert torch.allclose(*norms, rtol=1e-12)  # no mesh is in the way of another
+    assert torch.allclose(*norms, rtol=1e-12)  # norms combine gradients of all these meshes
     assert max((found[n] - expected[n]).abs().max().item() for n in expected) <= 1e-12
 
 
@@ -383,7 +383,7 @@ def test_replicas_alone_with_casts(pool: RankPool) -> None:
 
 
 class Experts(nn.Module):
-    """``experts`` holds one matrix each; all of them are used."""
+    """A mixture of experts; ``experts`` holds a matrix for each, and all are used."""
 
     def __init__(self, num_experts: int = 5, dim: int = 3) -> None:
         super().__init__()
@@ -447,7 +447,7 @@ def test_experts_on_another_mesh(layout: Any, torch_info: bool) -> None:
 
 
 class ParallelExperts(Experts):
-    """A rank holds some of the experts, and runs them for the tokens of all ranks along "ep"."""
+    """Experts of which a rank holds some, and runs them for the tokens of all ranks in "ep"."""
 
     def forward(self, x: Tensor) -> Tensor:
         experts: Any = self.experts
@@ -461,7 +461,7 @@ class ParallelExperts(Experts):
 
 
 def gathered(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The rows of all ranks, each of which uses them in its own way."""
+    """Gather the rows of all ranks; each rank's gradient is a term of the sum."""
     whole = DTensor.from_local(x, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
     return whole.to_local(grad_placements=[Partial()])
 
@@ -469,7 +469,7 @@ def gathered(x: Tensor, mesh: DeviceMesh) -> Tensor:
 @on_ranks(4)
 @pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
 def test_expert_parallel_parameters(layout: Any) -> None:
-    """Experts are cut over "ep", then over "edp"; the rest over all ranks."""
+    """Experts are sharded over "ep", then "edp"; other parameters over all ranks."""
     torch.manual_seed(0)
     reference = Mixture(num_experts=4).double()
     model = Mixture(num_experts=4).double()
@@ -515,7 +515,7 @@ class TiedEnds(nn.Module):
 def test_a_tied_parameter_that_inner_calls_ignore_is_the_outer_ones(
     layout: Any, ignoring: tuple[str, ...]
 ) -> None:
-    """The units of one or both ends leave the weight to the root, which stands around them."""
+    """A tied weight that one or both ends ignore belongs to the root around them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     steps = batches("odd", world, 1)
     expected = train(fill(TiedEnds().double()), steps, 0, 1)[1]
@@ -544,7 +544,7 @@ def test_a_tied_parameter_that_all_calls_ignore_stays_as_it_was() -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["gradient_sync", "all_reduce"])
 def test_gradients_that_wait_survive_a_cast(kind: str) -> None:
-    """Two passes before a cast and one after it: the gradient is that of all three."""
+    """Gradients pending at a cast add up with those of the pass after it."""
     model: Any = nn.Linear(1, 3, bias=False)
     fullshard.fully_shard(model, mesh=mesh_of(2, 2))
     set_waiting = getattr(model, f"set_requires_{kind}")
@@ -577,7 +577,7 @@ def test_smaller_groups_wait_as_long_as_the_mesh(pool: RankPool) -> None:
 
 
 def outside_of_the_mesh() -> str:
-    """Ranks 0 and 1 shard; the others are told that they are not in the mesh."""
+    """Shard on ranks 0 and 1; return the error on ranks outside of the mesh."""
     mesh = DeviceMesh("cpu", [0, 1])
     model = nn.Linear(4, 4)
     if dist.get_rank() < 2:
@@ -592,7 +592,7 @@ def test_ranks_outside_of_the_mesh_are_told(pool: RankPool) -> None:
 
 @on_ranks(2)
 def test_a_tie_across_units_is_explained_at_the_call() -> None:
-    """PyTorch notices at the first forward."""
+    """A tie across units is refused at the call; PyTorch notices in the first forward."""
     model = TiedEnds()
     fullshard.fully_shard(model.head)
     before = dict(model.named_parameters())

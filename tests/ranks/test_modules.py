@@ -1,4 +1,4 @@
-"""Every kind of module trains sharded as it does unsharded."""
+"""Modules of every kind train sharded as they do unsharded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ worlds = pytest.mark.parametrize("world", [2, 3])
 
 
 def make(specimen: Specimen) -> nn.Module:
-    torch.manual_seed(0)  # for what spectral_norm draws; jobs have a generator of their own
+    torch.manual_seed(0)  # for spectral_norm's random vectors; jobs have their own generator
     model = specimen.make()
     if not any(p.dtype is torch.float64 for p in model.parameters()):
         model = model.double()
@@ -36,13 +36,13 @@ def shard(model: nn.Module, specimen: Specimen) -> None:
 
 
 def share(whole: Tensor, specimen: Specimen, rank: int, world: int) -> Tensor:
-    """This rank's samples."""
+    """Return this rank's samples."""
     size = len(whole) // world
     return whole if specimen.same_data else whole[rank * size : (rank + 1) * size]
 
 
 def train(model: nn.Module, data: Tensor, micro: int = 1) -> dict[str, Tensor]:
-    """Full parameters, buffers and the output of an evaluation, after training."""
+    """Train; return full parameters, buffers and the output of an evaluation."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(STEPS):
         for number in range(micro):
@@ -59,7 +59,7 @@ def train(model: nn.Module, data: Tensor, micro: int = 1) -> dict[str, Tensor]:
 
 
 def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """The largest difference of each entry that has elements."""
+    """Return the largest difference of each entry that has elements."""
     assert got.keys() == expected.keys()
     return {
         name: (got[name].double() - value.double()).abs().max().item()
@@ -105,7 +105,7 @@ def test_it_accumulates_gradients_as_it_does_unsharded(pool: RankPool, kind: str
 
 
 def transformer(kind: str) -> tuple[nn.Module, Any]:
-    """A tiny model and its layers."""
+    """Return a tiny model and its layers."""
     import transformers as hf
 
     size = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
@@ -114,7 +114,7 @@ def transformer(kind: str) -> tuple[nn.Module, Any]:
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**size, **heads))
         return model, model.model.layers
     if kind == "mixtral":
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}  # grouped_mm knows no fp64
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}  # grouped_mm lacks fp64
         model = hf.MixtralForCausalLM(
             hf.MixtralConfig(**size, **heads, **experts, experts_implementation="eager")
         )
@@ -145,7 +145,7 @@ def train_transformer(model: nn.Module, rank: int, world: int) -> tuple[list[flo
 
 def compare_transformer(kind: str) -> tuple[float, float, bool]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what transformers itself uses that is deprecated
+        warnings.simplefilter("ignore")  # deprecated calls within transformers
         plain, _ = transformer(kind)
         model, layers = transformer(kind)
         fill(plain.double(), scale=0.1)
