@@ -1,1 +1,1 @@
-"""Models, jobs, comparisons and programs for tests of several files."""
+"""Models, jobs, comparisons and programs that several test files share."""

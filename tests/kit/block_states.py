@@ -1,4 +1,4 @@
-"""Optimizers with one state for a block of rows."""
+"""Optimizers with one state per block of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kit.owned import give, named
 from tests.ranks.block_states import Net, kind_of
 from tests.ranks.models import noise
 
-EAGER = torch.compiler.set_stance("force_eager")  # compiling takes ten times as long
+EAGER = torch.compiler.set_stance("force_eager")  # compilation takes ten times as long
 
 
 def sharded(net: nn.Module, face: str, block: int) -> nn.Module:
@@ -31,7 +31,7 @@ def sharded(net: nn.Module, face: str, block: int) -> nn.Module:
 
 
 def give_grads(step: int, *models: nn.Module) -> None:
-    """One parameter never has any, another has none in the second step."""
+    """Give gradients to all parameters but one; another has none in the second step."""
     grads = {
         name: noise(*param.shape, seed=10 * step + number).to(param.dtype)
         for number, (name, param) in enumerate(Net().named_parameters())

@@ -1,4 +1,4 @@
-"""Jobs of asynchronous saves."""
+"""Jobs with asynchronous saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks.models import noise
 
 
 def trains(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Forward and backward twice, then a step."""
+    """Run forward and backward twice, then a step."""
     for part in (0, 1):
         model(noise(4, 192, seed=seed + part)).square().mean().backward()
     optimizer.step()
@@ -30,7 +30,7 @@ def trains(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 @contextmanager
 def disk(do: Callable[[str], object]) -> Iterator[None]:
-    """Call ``do`` with the name of a part before a chunk of it is written."""
+    """Call ``do`` with a tensor's name before each of its chunks is written."""
     put = DataWriter.put
 
     def slow(writer: DataWriter, name: str, start: int, data: Tensor) -> None:
@@ -44,7 +44,7 @@ def disk(do: Callable[[str], object]) -> Iterator[None]:
 
 @contextmanager
 def slow_disk() -> Iterator[threading.Event]:
-    """Write nothing of what an optimizer steps before the event is set; set it at the end."""
+    """Delay writes of stepped tensors until the event is set; set the event at the end."""
     goes_on = threading.Event()
 
     def wait(name: str) -> None:
@@ -60,7 +60,7 @@ def slow_disk() -> Iterator[threading.Event]:
 
 
 def begins(call: Callable[[], object]) -> threading.Thread:
-    """Run ``call`` in a thread, which surely has begun."""
+    """Run ``call`` in a thread; return the thread once the call has begun."""
     has_begun = threading.Event()
     thread = threading.Thread(target=lambda: (has_begun.set(), call()))
     thread.start()
@@ -70,7 +70,7 @@ def begins(call: Callable[[], object]) -> threading.Thread:
 
 
 def steps_wait(path: Path, kind: str, budget: int | None) -> bool:
-    """Return whether a step waits for the disk."""
+    """Return True if a step waits for the disk."""
     model = WAYS["ragged"](plain(1))
     params = model.parameters()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, fused=kind == "fused")
@@ -83,7 +83,7 @@ def steps_wait(path: Path, kind: str, budget: int | None) -> bool:
             model(noise(4, 192, seed=number)).square().mean().backward()
         step = begins(optimizer.step)
         if budget is None:
-            step.join(60)  # it need not wait, but may be slow
+            step.join(60)  # the step does not wait, but may be slow
         waits = step.is_alive()
         goes_on.set()
         step.join()

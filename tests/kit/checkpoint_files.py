@@ -1,4 +1,4 @@
-"""Models and optimizers before a save, and comparisons after a load."""
+"""Models and optimizers to save, and comparisons after a load."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Weights of several blocks, one element, buffers, parameters that never step."""
+    """Weights in blocks, parameters of one element, buffers, and parameters that never step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def flat(model: Any, **options: Any) -> Any:
         model.blocks[at] = FullyShardedDataParallel(block, **options)
     model.spare = FullyShardedDataParallel(
         model.spare, **options
-    )  # no state: a flat one has it all
+    )  # a flat parameter has state for all or none
     return FullyShardedDataParallel(model, **options)
 
 
@@ -118,7 +118,6 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def stepped(model: Any, optimizer: Any, steps: int = 2) -> None:
-    """Train a ``Net``."""
     for number in range(steps):
         model(noise(4, 192, seed=number)).square().mean().backward()
         optimizer.step()
@@ -126,7 +125,7 @@ def stepped(model: Any, optimizer: Any, steps: int = 2) -> None:
 
 
 def saves(way: str, path: Path) -> None:
-    """Train and save; rank 0 also keeps the whole state, as PyTorch saves it."""
+    """Train and save; rank 0 also saves the full state with torch.save."""
     model, optimizer = built(way, 1)
     stepped(model, optimizer)
     checkpoint.save(path, model, optimizer, {"rates": (1, 0.5)}, step=2)

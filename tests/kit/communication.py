@@ -1,4 +1,4 @@
-"""Collectives of users, parts of different sizes, and simulated hosts."""
+"""Collectives of users, tensors of different sizes, and simulated hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks.models import noise
 
 
 class Gather(fullshard.AllGather):
-    """Counts; ``asynchronous`` returns a work, else it is complete at once."""
+    """An all-gather that counts its calls; it returns a work if ``asynchronous``, else it waits."""
 
     def __init__(self, *, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
@@ -65,7 +65,7 @@ def part(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def on(hosts: str) -> Iterator[None]:
-    """Groups that meet in the block are on these hosts."""
+    """Put ranks whose groups connect in the block on these simulated hosts."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(rendezvous.HOST, hosts[dist.get_rank()])
         yield

@@ -1,4 +1,4 @@
-"""Measurements of a job as ``fullshard doctor`` makes them."""
+"""Example measurements of ``fullshard doctor``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pure.doctor_facts import (
 
 
 def timings(world: int, latency_s: float, bandwidth: float) -> list[Timing]:
-    """As ``Hardware.exchange_s`` has them; means of whole values are two collectives."""
+    """Return timings as ``Hardware.exchange_s`` computes them; an all-reduce takes twice that."""
     found = []
     for nbytes in (1 << 10, 1 << 16, 1 << 22):
         taken_s = latency_s * (world - 1) + nbytes * (world - 1) / world / bandwidth
@@ -31,7 +31,7 @@ def timings(world: int, latency_s: float, bandwidth: float) -> list[Timing]:
 
 
 def a_dim(name: str, *rates: float, carrier: str = SHARED_MEMORY) -> Dim:
-    """A dim of groups of two ranks each, with these bandwidths."""
+    """Return a dim with one group of two ranks per bandwidth."""
     groups = [
         GroupTimings(Wire((2 * i, 2 * i + 1), carrier, carrier, True), timings(2, 1e-6, rate))
         for i, rate in enumerate(rates)
@@ -43,7 +43,7 @@ SPEEDS = [Speed({"float32": rate, "bfloat16": 2 * rate}, 1e10, 1e-5) for rate in
 
 
 def measured() -> Report:
-    """Four ranks on two hosts, as 2 x 2."""
+    """Return a report on four ranks, on two hosts with two ranks each."""
     ranks = [
         a_rank(number, a_host("one" if number < 2 else "two"), num_threads=4) for number in range(4)
     ]

@@ -1,4 +1,4 @@
-"""Programs of the docs and examples, started as a shell starts them."""
+"""Programs of the docs and examples, started as in a shell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-TIMEOUT_S = 180.0  # a start takes ten seconds, on a loaded machine many more
+TIMEOUT_S = 180.0  # a start takes ten seconds, and many more on a loaded machine
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -28,7 +28,7 @@ FROM_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PO
 
 
 def run(folder: Path, *arguments: str, logged: str = "") -> str:
-    """Run Python in ``folder``; returns what was printed, and fails if stderr is not ``logged``."""
+    """Run Python in ``folder``; return its output, and fail if stderr does not match ``logged``."""
     environment = {k: v for k, v in os.environ.items() if k not in FROM_A_LAUNCHER}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     process = subprocess.Popen(
@@ -42,7 +42,7 @@ def run(folder: Path, *arguments: str, logged: str = "") -> str:
     try:
         out, err = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.terminate()  # the launcher takes its workers with it
+        process.terminate()  # the launcher ends its workers
         out, err = process.communicate(timeout=TIMEOUT_S)
         pytest.fail(f"no end after {TIMEOUT_S} s\n{out}\n{err}")
     err = without_noise(err)
@@ -52,6 +52,6 @@ def run(folder: Path, *arguments: str, logged: str = "") -> str:
     return out
 
 
-# Of one process in four that saved by torch.distributed.checkpoint, after all its work, when the
-# interpreter is gone already and C++ destroys what is static. See docs/limits.md.
+# One in four processes that saved with torch.distributed.checkpoint aborts after all its work, when
+# the interpreter is gone and C++ destroys static objects. See docs/limits.md.
 _ABORTED_AT_THE_END = "terminate called without an active exception"

@@ -1,4 +1,4 @@
-"""A tensor subclass that decides how it is gathered."""
+"""A tensor subclass with hooks around its all-gather."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ EXACT = 1e-12
 
 
 class Halves(Tensor):
-    """An fp64 tensor that travels as its high and its low bits: exact, in two tensors.
+    """An fp64 tensor that is gathered exactly, as one tensor of high bits and one of low bits.
 
-    The high ones as int32, the low ones as int16, two columns for one.
+    High bits are int32; low bits are int16, in two columns for each column.
     """
 
     calls: ClassVar[list[tuple[Any, ...]]] = []
@@ -85,7 +85,7 @@ def wrapped(cls: Any) -> Net:
 
 
 def worst(model: nn.Module, plain: nn.Module) -> float:
-    """How far this rank's pieces are from those of the unsharded model."""
+    """Return the largest difference between this rank's shards and the unsharded model's."""
     ours, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
     assert ours.keys() == theirs.keys()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()

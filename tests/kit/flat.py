@@ -1,4 +1,4 @@
-"""Models under ``FullyShardedDataParallel``, and their steps."""
+"""Models under ``FullyShardedDataParallel``, and a training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel`` and PyTorch's own, on the same model."""
+"""The same model under ``FullyShardedDataParallel`` and under PyTorch's class."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def make(dtype: torch.dtype) -> Stack:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """PyTorch announces the end of much of this."""
+    """Ignore PyTorch's deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def wrap(kit: ModuleType, model: Stack, how: str, **options: Any) -> Any:
-    """The model under the wrapper of ``kit``."""
+    """Return the model under the wrapper of ``kit``."""
     options.setdefault("device_id", torch.device("cpu"))
     with quiet():
         if how == "policy":

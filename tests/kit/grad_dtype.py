@@ -1,4 +1,4 @@
-"""Models whose gradients have a dtype of their own."""
+"""Models whose gradients have their own dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GradDtypes = dict[str, torch.dtype | None]
 
 
 class Net(nn.Module):
-    """Two units, one around the other; a frozen parameter, one that may be used twice."""
+    """Two nested units with a frozen parameter, and a layer that may be used several times."""
 
     uses = 1
 
@@ -73,7 +73,7 @@ def backward(model: Any, number: int) -> Tensor:
 
 
 def seen(model: nn.Module) -> dict[str, Any]:
-    """Of each parameter: its ``grad_dtype``, and its gradient, whole."""
+    """Return each parameter's ``grad_dtype`` and full gradient."""
     return {
         name: (
             param.grad_dtype,

@@ -1,4 +1,4 @@
-"""Comparisons of initialised parameters."""
+"""Comparisons of initialized parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models under Muon, sharded and whole."""
+"""Models under Muon, sharded and unsharded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mesh_of(kind: str) -> DeviceMesh | None:
 
 
 def sharded(kind: str) -> tuple[Any, int, int]:
-    """The model, and this rank's place among those that read other data."""
+    """Return the model, this rank's data-parallel index, and the number of such ranks."""
     model, mesh = made(), mesh_of(kind)
     rank, world = dist.get_rank(), dist.get_world_size()
     if kind.endswith("flat"):
@@ -71,7 +71,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
 
 
 def accumulated(model: Any, number: int, rank: int = 0, world: int = 1) -> None:
-    """Gradients of two microbatches, clipped."""
+    """Accumulate gradients of two microbatches, and clip them."""
     for micro in range(2):
         backward(model, 2 * number + micro, rank, world)
     if rank == 0 and world == 1 and isinstance(model, Model) and not hasattr(model, "unshard"):
@@ -90,7 +90,7 @@ def gaps(model: nn.Module, plain: nn.Module) -> dict[str, float]:
 def in_fp64(
     grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """What ``torch.optim.Muon`` does in bf16."""
+    """Orthogonalize in fp64, as ``torch.optim.Muon`` does in bf16."""
     a, b, c = coefficients
     x = grad if grad.shape[0] <= grad.shape[1] else grad.T
     x = x / x.norm().clamp(min=eps)

@@ -1,4 +1,4 @@
-"""A simulated bus between host and device."""
+"""Simulated copies between host and device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullshard.frontend import checks
 
 @contextmanager
 def a_bus(pinned: bool = True) -> Iterator[list[tuple[str, torch.dtype, int]]]:
-    """Modules sharded in the block are offloaded, to where they are; yields what crosses."""
+    """Offload modules sharded in the block from the CPU to the CPU; yield the copies."""
     crossings: list[tuple[str, torch.dtype, int]] = []
     send, bring_home, host_tensor = Outbound.send, bucket_spec.bring_home, bucket_spec.host_tensor
 
@@ -32,7 +32,7 @@ def a_bus(pinned: bool = True) -> Iterator[list[tuple[str, torch.dtype, int]]]:
         return bring_home(row, dtype, *more)
 
     def unpinned(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        return host_tensor(numel, dtype, pinned=False)  # which takes an accelerator
+        return host_tensor(numel, dtype, pinned=False)  # pinning needs an accelerator
 
     with (
         patch.object(checks, "checked_offload", lambda *_: Offload(pinned)),

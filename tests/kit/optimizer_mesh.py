@@ -1,4 +1,4 @@
-"""Jobs of optimizers on meshes."""
+"""Jobs with optimizers on several meshes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ SHAPES = [(5, 3), (1, 7), (0, 3)]
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (AdamW, {"lr": 0.01, "foreach": False}),
     "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "adagrad": (Adagrad, {"lr": 0.1}),  # has state before the first step
+    "adagrad": (Adagrad, {"lr": 0.1}),  # makes state before the first step
 }
 
 
 class Model(nn.Module):
-    """One parameter of every shape in every form; without forms, plain ones."""
+    """One parameter of each shape in each form; plain tensors if ``plain``."""
 
     def __init__(self, forms: Sequence[str], *, plain: bool = False) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Model(nn.Module):
         return whole.clone() if at is None else placed(whole, *at, seed=number)
 
     def backward(self, step: int) -> None:
-        """Gradients by arithmetic, now and then none."""
+        """Set gradients by arithmetic; one in five parameters has none."""
         for number, param in enumerate(self.params):
             grad = noise(*param.shape, seed=1000 * (step + 1) + number)
             param.grad = None if (number + step) % 5 == 4 else self.put(number, grad)
@@ -94,7 +94,7 @@ def steps_alike(kind: str) -> None:
         reference.step()
     model, optimizer = trained(kind, list(FORMS))
     check_same(model, plain, optimizer, reference)
-    direct = Model(list(FORMS))  # torch's own optimizer, one parameter at a time
+    direct = Model(list(FORMS))  # torch's optimizer, one parameter at a time
     its = cls(direct.params, **{**kwargs, "foreach": False})
     for step in range(4):
         direct.backward(step)

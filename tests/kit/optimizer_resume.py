@@ -1,4 +1,4 @@
-"""Jobs of optimizers that resume."""
+"""Jobs whose optimizers resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fullshard import PerParameter, Ragged, ShardingStrategy, checkpoint, fully_
 from fullshard.optim import ShardedOptimizer
 from tests.ranks.models import fill, noise
 
-# Adafactor, Muon and LBFGS look at more than an element, SparseAdam wants sparse gradients; see
-# docs/limits.md.
+# Adafactor, Muon and LBFGS use more than single elements, and SparseAdam needs sparse gradients;
+# see docs/limits.md.
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adadelta": (optim.Adadelta, {}),
     "adagrad": (optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.2}),
@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 
-ON_PIECES_ONLY = ("rprop",)  # PyTorch's own does not work on DTensors
+ON_PIECES_ONLY = ("rprop",)  # PyTorch's class does not work on DTensors
 
 
 FACES = ["per_parameter", "element", "row", "int", "tensor", "originals", "flat", "no_shard"]
@@ -61,7 +61,7 @@ class Inner(nn.Module):
 
 
 class Scales(nn.Module):
-    """Parameters of one element, of three shapes, beside others; like CLIP's ``logit_scale``."""
+    """Parameters of one element in three shapes among others, like CLIP's ``logit_scale``."""
 
     def __init__(self, *, scalars: bool = True) -> None:
         super().__init__()
@@ -114,14 +114,14 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 class Course:
-    """A plain model that trained two steps, and where the next two lead it."""
+    """A plain model after two steps, and its parameters after two more."""
 
     def __init__(self, kind: str, *, scalars: bool) -> None:
         self.model = Scales(scalars=scalars)
         self.optimizer = made(kind, self.model)
         for number in range(2):
             step(self.model, self.optimizer, number)
-        resumed = copy.deepcopy(self.model)  # by PyTorch, which casts state on the way
+        resumed = copy.deepcopy(self.model)  # PyTorch casts state on the way
         its = made(kind, resumed)
         its.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         for number in range(2, 4):
@@ -144,12 +144,12 @@ def can_step(kind: str, face: str, *, by_runs: bool) -> bool:
 
 
 def resumes(face: str, other: str, half: int | None = None) -> list[str]:
-    """From ``face`` to ``face``, sharded, and to ``other``, full; what went wrong.
+    """Resume in ``face`` from sharded state, and in ``other`` from full state; return failures.
 
-    If given, of every second optimizer only: of the even or the odd ``half``.
+    ``half``: only the even (0) or odd (1) optimizers.
     """
     failed = []
-    scalars = "per_parameter" not in (face, other)  # that refuses scalars
+    scalars = "per_parameter" not in (face, other)  # per_parameter refuses scalars
     for number, kind in enumerate(OPTIMIZERS):
         if half is not None and number % 2 != half:
             continue

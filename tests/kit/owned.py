@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices, or whose state changes its form at each step."""
+"""Optimizers that need full matrices, or whose state changes form at each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.tensors import local_part, shown_like
 
 
 class Whitening(Optimizer):
-    """A small Shampoo: factors of the rows' and columns' sizes, a count that is a Python number."""
+    """A small Shampoo: factors for rows and columns, and a Python number as count."""
 
     def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -52,7 +52,7 @@ CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 
 
 def give(model: nn.Module, grads: dict[str, Tensor]) -> None:
-    """Give gradients that are equal to the unsharded model's to the bit."""
+    """Set gradients that are equal to the unsharded model's to the bit."""
     for name, param in model.named_parameters():
         whole = grads.get(name.replace("_fsdp_wrapped_module.", ""))
         param.grad = None if whole is None else part(param, whole)
@@ -81,7 +81,7 @@ def same_params(model: nn.Module, net: nn.Module) -> None:
 
 
 class Restless(Optimizer):
-    """New state each step, a gradient kept for later, counts in groups, numbers, nothing."""
+    """An optimizer with new state each step: tensors, a kept gradient, numbers, None, counts."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "calls": 0})

@@ -1,4 +1,4 @@
-"""Parameters of tensor parallelism, and their parts."""
+"""Tensor-parallel parameters and their shards."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def rows(size: int, width: int = 3) -> Tensor:
 
 
 def chunk(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's piece, as ``torch.chunk`` cuts on the last mesh dim, possibly empty."""
+    """Return this rank's part of ``torch.chunk`` over the last mesh dim, which may be empty."""
     parts = tensor.chunk(mesh.shape[-1], dim)
     rank = mesh.get_local_rank(mesh.ndim - 1)
     return parts[rank] if rank < len(parts) else tensor.narrow(dim, 0, 0)
 
 
 def shown(local: Tensor, place: ShardPlace, like: Tensor) -> DTensor:
-    """A shard as a DTensor."""
+    """Return a shard as a DTensor."""
     return DTensor.from_local(
         local.contiguous(),
         place.mesh,

@@ -1,4 +1,4 @@
-"""Models, batches and steps beside the unsharded model."""
+"""Models, batches and training steps to compare with the unsharded model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shard(
 
 
 def batches(kind: str, world: int, accumulate: int) -> list[list[tuple[Tensor, Tensor]]]:
-    """Per step the microbatches of all ranks together: [step][microbatch] -> tokens, targets."""
+    """Return the microbatches of all ranks: [step][microbatch] -> tokens, targets."""
     size = (2 * world, 7)
     return [
         [
@@ -51,7 +51,7 @@ def train(
     world: int,
     sync_always: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses (means over the whole batch) and full parameters after training on a share of it."""
+    """Train on a part of each batch; return losses of the full batch, and full parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for microbatches in steps:
@@ -86,7 +86,7 @@ def compare(
     reentrant: bool | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """On one rank: the largest difference of losses and of parameters."""
+    """Return the largest differences of losses and parameters on this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     steps = batches(kind, world, accumulate)
     plain = make(kind, dtype)

@@ -23,7 +23,7 @@ def modules_in(given: Any) -> list[nn.Module]:
 
 
 def shape_of(given: Any) -> list[Any]:
-    """Everything about modules that ``fully_shard`` changes; equal before and after a refusal."""
+    """Return all that ``fully_shard`` changes in modules, equal before and after a refusal."""
     return [
         (
             type(module),

@@ -1,4 +1,4 @@
-"""Optimizers, and steps of a sharded model under each."""
+"""Optimizers, and training of a sharded model with each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.versions import TORCH
 
 
 class Adagrad(torch.optim.Adagrad):
-    """PyTorch's of 2.11 makes state for the parameters that it begins with, not for later ones."""
+    """An Adagrad that makes state for parameters of later groups, which PyTorch 2.11 forgets."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -33,8 +33,8 @@ class Adagrad(torch.optim.Adagrad):
 LAYOUTS: dict[str, dict[str, Any]] = {"per_parameter": {}, "ragged": {"layout": Ragged()}}
 
 
-# Where something times a number is added, the number is a power of two: on some processors PyTorch
-# rounds once for both, but not at a tensor's end, which is elsewhere in joined parameters.
+# Factors of additions are powers of two. On some processors PyTorch rounds a multiplication and an
+# addition once, but not at the end of a tensor, and joined parameters end elsewhere.
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (SGD, {"lr": 0.125}),
     "momentum": (SGD, {"lr": 0.125, "momentum": 0.9, "weight_decay": 0.125}),
@@ -63,14 +63,14 @@ Make = Callable[..., Optimizer]
 
 
 def sharded(layout: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Tied, frozen, unused and one-row parameters, of which some ranks hold nothing."""
+    """Return a model with tied, frozen, unused and one-row parameters; some shards are empty."""
     model = make("odd", dtype)
     shard_units(model, (model.first, model.back), **LAYOUTS[layout])
     return model
 
 
 def backward(model: nn.Module, number: int = 0) -> None:
-    """Gradients; those of last time are gone."""
+    """Replace the gradients by those of a new batch."""
     for param in model.parameters():
         param.grad = None
     tokens = ids(4, 7, vocab=vocab("odd"), seed=number)
@@ -84,7 +84,7 @@ def difference(model: nn.Module, other: nn.Module) -> float:
 
 
 def train(model: Any, make_optimizer: Make) -> Optimizer:
-    """All that may happen to groups and gradients between steps."""
+    """Train nine steps with new groups, frozen parameters, and absent and moved gradients."""
     late = [model.first.bias, model.gain]
     others = [param for param in model.parameters() if all(param is not one for one in late)]
     groups = [
@@ -103,7 +103,7 @@ def train(model: Any, make_optimizer: Make) -> Optimizer:
         if number in (4, 5):
             model.one_row.weight.grad = None
         if number == 7:
-            model.embed.weight.grad = model.embed.weight.grad.clone()  # lies elsewhere
+            model.embed.weight.grad = model.embed.weight.grad.clone()  # has other memory
         clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         scheduler.step()
@@ -111,7 +111,7 @@ def train(model: Any, make_optimizer: Make) -> Optimizer:
 
 
 def on_locals(base: type[Optimizer]) -> type[Optimizer]:
-    """``base`` on local tensors, for what torch cannot do on DTensors."""
+    """Return ``base`` for local tensors, for steps that torch cannot do on DTensors."""
 
     class OnLocals(base):  # type: ignore[misc,valid-type]
         def add_param_group(self, group: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ def trains(layout: str, kind: str, dtype: torch.dtype, how: dict[str, Any]) -> f
 
 
 def same_state(state: Any, expected: Any) -> None:
-    """The same keys in the same order, and under them the same values in the same form."""
+    """Check that keys, their order, values and placements are equal."""
     assert list(state["state"]) == list(expected["state"])
     for key, values in expected["state"].items():
         assert list(state["state"][key]) == list(values)

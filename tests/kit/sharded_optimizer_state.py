@@ -1,4 +1,4 @@
-"""Jobs of states of sharded optimizers."""
+"""Jobs with states of sharded optimizers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Pair:
         cls, kwargs = STATEFUL[kind]
         self.models = [sharded(layout), sharded(layout)]
         for model in self.models:
-            model.unused.requires_grad_(False)  # checkpoints want state for all others
+            model.unused.requires_grad_(False)  # checkpoints need state for all other parameters
         mine, its = (list(model.parameters()) for model in self.models)
         self.mine = ShardedOptimizer(mine, cls, **kwargs, **more)
         self.its = cls(its, **kwargs, **more)
@@ -67,7 +67,7 @@ class Pair:
 
 
 def exchanges(layout: str, kind: str) -> None:
-    """Each gets what the other has saved, once stepped and once not."""
+    """Load the state that the other optimizer saved, into new and into stepped optimizers."""
     for steps in (0, 2):
         source, target = Pair(layout, kind), Pair(layout, kind)
         source.step(0)
@@ -99,7 +99,7 @@ def loads_a_part(layout: str) -> None:
 
 
 def is_independent(layout: str) -> None:
-    """Two optimizers that loaded one state dict do not step on each other's state."""
+    """Two optimizers that loaded one state dict do not step each other's state."""
     first, second = Pair(layout), Pair(layout)
     first.step()
     second.mine.load_state_dict(first.mine.state_dict())
@@ -112,7 +112,7 @@ def is_independent(layout: str) -> None:
 
 
 def edits(layout: str) -> None:
-    """State and parameters changed by hand between steps, also what others share."""
+    """Edit state between steps, also state that several parameters share."""
     pair = Pair(layout)
 
     def change(edit: Callable[[dict[str, Any]], object]) -> None:
@@ -140,7 +140,7 @@ def edits(layout: str) -> None:
 
 
 def follows() -> None:
-    """What users hold of the state stays true, also when runs change."""
+    """State that users hold follows training, also when joined tensors change."""
     pair = Pair("per_parameter")
     pair.step()
     param = pair.models[0].get_parameter("first.weight")
@@ -154,7 +154,7 @@ def follows() -> None:
 
 
 def older() -> None:
-    """State dicts of older versions lack options and have numbers where there are tensors now."""
+    """Load older state dicts, which lack options and have numbers instead of tensors."""
     pair = Pair("per_parameter")
     pair.step()
     for _, optimizer in pair.both:
@@ -201,7 +201,7 @@ def through_files(layout: str, kind: str) -> None:
         states = dcp_state.get_state_dict(model, optimizer)
         dcp.save(dict(zip("mo", states, strict=True)), checkpoint_id=folder / str(at))
         into = dict(zip("mo", dcp_state.get_state_dict(new, its), strict=True))
-        dcp.load(into, checkpoint_id=folder / "0")  # what the ShardedOptimizer has saved
+        dcp.load(into, checkpoint_id=folder / "0")  # saved by the ShardedOptimizer
         dcp_state.set_state_dict(new, its, model_state_dict=into["m"], optim_state_dict=into["o"])
     for number in range(2):
         fresh.step(number + 5)
@@ -221,7 +221,7 @@ def as_whole_tensors(layout: str) -> None:
     ]
     same_state(whole[0], whole[1])
     if layout == "ragged":
-        return  # torch's distribute_tensor does not know its placement
+        return  # torch's distribute_tensor does not know ragged placements
     for (model, optimizer), state in zip(fresh.both, whole[::-1], strict=True):
         model.load_state_dict(pair.models[0].state_dict())
         dcp_state.set_optimizer_state_dict(model, optimizer, state, options=options)
@@ -246,7 +246,7 @@ def calls_hooks() -> None:
     pair.mine.register_step_pre_hook(lambda *_: seen.append("pre"))
     pair.mine.register_step_post_hook(lambda *_: seen.append("post"))
     try:
-        ShardedOptimizer([nn.Parameter(torch.ones(2))], Adam, eps=1e-5)  # a trial, unseen
+        ShardedOptimizer([nn.Parameter(torch.ones(2))], Adam, eps=1e-5)  # its trial calls no hooks
         backward(pair.models[0])
         scheduler = torch.optim.lr_scheduler.OneCycleLR(pair.mine, 0.1, total_steps=5)
         loss = pair.mine.step(lambda: 7.0)
@@ -256,7 +256,7 @@ def calls_hooks() -> None:
             handle.remove()
     name = "ShardedOptimizer"
     assert seen == [f"global pre {name}", "pre", "post", f"global post {name}"] and loss == 7.0
-    assert pair.mine.param_groups[0]["betas"] != (0.9, 0.999)  # cycled
+    assert pair.mine.param_groups[0]["betas"] != (0.9, 0.999)  # changed by the scheduler
 
 
 def uses_a_closure() -> None:
@@ -315,4 +315,4 @@ def is_copied() -> None:
         pair.its.step()
     assert before == 0 and difference(model, pair.models[1]) == 0
     same_state(mine.state_dict(), pair.its.state_dict())
-    assert difference(pair.models[0], pair.models[1]) > 0  # which did not step
+    assert difference(pair.models[0], pair.models[1]) > 0  # models[0] did not step

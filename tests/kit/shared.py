@@ -1,4 +1,4 @@
-"""Collectives through shared memory, and the processes that begin them."""
+"""Collectives in shared memory, in any order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gathered(numel: int) -> Tensor:
 
 
 def gather(wire: C10d, numel: int = 1000) -> Callable[[], bool]:
-    """Start a gather; what is returned waits, and says whether the result is right."""
+    """Start a gather; return a function that waits and returns True if the result is right."""
     output = torch.full((wire.world * numel,), torch.nan, dtype=torch.float64)
     pending = wire.all_gather([output], [noise(numel, seed=wire.rank)])
 
@@ -35,7 +35,7 @@ def gather(wire: C10d, numel: int = 1000) -> Callable[[], bool]:
 
 
 def permissions_at(address: int) -> list[str]:
-    """How this process has mapped an address."""
+    """Return the permissions of this process's mapping of an address."""
     with open("/proc/self/maps") as file:
         ranges = (line.split(maxsplit=2)[:2] for line in file)
         bounds = ((own.split("-"), how) for own, how in ranges)
@@ -43,7 +43,7 @@ def permissions_at(address: int) -> list[str]:
 
 
 def any_order_of_all_kinds(seed: int) -> float:
-    """Ranks start the same and wait, or do not, each as it likes."""
+    """Start collectives, wait for some in an order that differs by rank; return the worst error."""
     same, own = random.Random(seed), random.Random(100 * seed + dist.get_rank())
     wire, worst = C10d(world_group(), "cpu"), 0.0
     in_flight: list[Callable[[], float]] = []
@@ -52,7 +52,7 @@ def any_order_of_all_kinds(seed: int) -> float:
         in_flight.append(same.choice([start_gather, start_reduce, start_mean])(wire, number, numel))
         while len(in_flight) > own.choice([2, 4, 30]):
             finish = in_flight.pop(own.randrange(len(in_flight)))
-            if own.random() < 0.8:  # nobody wants the others
+            if own.random() < 0.8:  # some are never waited for
                 worst = max(worst, finish())
     return max(worst, *(finish() for finish in in_flight))
 

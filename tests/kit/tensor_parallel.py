@@ -1,4 +1,4 @@
-"""A model under tensor parallelism."""
+"""A model for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """``gain`` is no DTensor whatever the plan; one block is frozen; sizes divide by little."""
+    """A model whose ``gain`` is never a DTensor, with a frozen block and odd sizes."""
 
     def __init__(self, dim: int = 6, hidden: int = 10, tied: bool = False) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ BLOCK_PLAN = {
 
 
 def parallelize(model: Net, tp: DeviceMesh) -> None:
-    """Sequence parallelism between the linear layers: norms get partial gradients."""
+    """Use sequence parallelism between the linear layers, so norms get partial gradients."""
     is_tied = model.head.weight is model.embed.weight
     parallelize_module(
         model,
@@ -81,7 +81,7 @@ def parallelize(model: Net, tp: DeviceMesh) -> None:
         model.head.weight = model.embed.weight
     for block in model.blocks:
         parallelize_module(block, tp, BLOCK_PLAN)
-    model.blocks[1].requires_grad_(False)  # SequenceParallel forgets it
+    model.blocks[1].requires_grad_(False)  # SequenceParallel unfreezes
 
 
 def shard(model: Net, fully_shard: Callable[..., Any], **options: Any) -> None:

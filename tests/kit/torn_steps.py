@@ -1,4 +1,4 @@
-"""Steps of an optimizer that an exception leaves."""
+"""Optimizer steps that an exception leaves."""
 
 from __future__ import annotations
 

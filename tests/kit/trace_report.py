@@ -1,4 +1,4 @@
-"""Traced steps, and the page that shows them."""
+"""Traced steps, and the page of the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.pure.trace_files import MB, action, rank_file, step
 
 
 def busy_step(number: int) -> dict[str, Any]:
-    """Forward and backward of blocks, with everything that is drawn."""
+    """Return a step with forwards and backwards of blocks, and all actions that a report draws."""
     work: list[Any] = [["forward", 3, 0.0, 0.045]]
     actions: list[Any] = [["fence", -1, 0.0, 1e-6, None, None]]
     buffers: list[Any] = []
@@ -64,7 +64,7 @@ def short_rank() -> dict[str, Any]:
 
 
 class Page(HTMLParser):
-    """The data of a page, the figures that it shows, and its attributes."""
+    """The data of a page, its figures, and its attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Chats, tokenizers with templates, and the tokens that are learned."""
+"""Chats, tokenizers with templates, and learned tokens."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def samples(folder: Path, messages: Any, **more: Any) -> list[Sample]:
 
 
 def answers(folder: Path, sample: Sample) -> list[str]:
-    """The texts of the runs of learned tokens."""
+    """Return the texts of the runs of learned tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     runs: list[list[int]] = []
     for n, (token, is_learned) in enumerate(zip(sample.tokens, sample.learned, strict=True)):

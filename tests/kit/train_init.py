@@ -1,4 +1,4 @@
-"""Small models of transformers, in folders."""
+"""Small models of transformers in folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_tokenizer(folder: Path, *, end: str = "</s>") -> None:
-    """One that begins texts with a mark, unless told otherwise, as those of Llama do."""
+    """Write a tokenizer whose texts begin with a mark by default, like Llama's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,7 +51,7 @@ def write_tokenizer(folder: Path, *, end: str = "</s>") -> None:
 
 
 def written(folder: Path, kind: str, **changes: Any) -> Path:
-    """A folder with weights, tied and in bf16, as people publish them."""
+    """Write a folder with weights, tied and in bf16, as in published models."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -52,7 +52,7 @@ def trainer_of(config: TrainConfig) -> Trainer:
 
 
 def tuned(config: TrainConfig, until: int, folder: str | None) -> tuple[list[float], float]:
-    """The losses of the steps that are left until then, and an evaluation; exported as well."""
+    """Train until a step, save, and export; return the losses and an evaluation."""
     trainer = trainer_of(config)
     first = trainer.resume(RunDir(Path(config.out))) if config.resume else 0
     records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
@@ -66,7 +66,7 @@ def tuned(config: TrainConfig, until: int, folder: str | None) -> tuple[list[flo
 
 
 def alone(config: TrainConfig) -> nn.Module:
-    """The model as transformers and peft make it in one process."""
+    """Return the model that transformers and peft build in one process."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     quantized = None
@@ -99,8 +99,8 @@ def alone(config: TrainConfig) -> nn.Module:
 
 
 def samples_alone(batch: Any, row: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and labels of each sample of a row, cut out of it."""
-    if batch.positions is None:  # what is behind the last label that is learned changes nothing
+    """Return the tokens and labels of each sample of a row."""
+    if batch.positions is None:  # tokens behind the last learned label change nothing
         size = np.flatnonzero(batch.labels[row] != -100)[-1] + 1
         return [(torch.tensor(batch.tokens[row, :size]), torch.tensor(batch.labels[row, :size]))]
     starts = [n for n, position in enumerate(batch.positions[row]) if position == 0]
@@ -112,7 +112,7 @@ def samples_alone(batch: Any, row: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def expected_losses(config: TrainConfig, model: nn.Module, num_workers: int) -> list[float]:
-    """The same steps in one process, which reads every sample alone."""
+    """Return the losses of the same steps in one process that reads each sample alone."""
     rows = text_of(config).train.rows(config.seq)
     optimizer = build_optimizer(model, config)
     order = RowOrder(len(rows), config.seed, config.batch, config.accumulate, num_workers)

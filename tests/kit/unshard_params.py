@@ -61,7 +61,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 def full(value: Any) -> Any:
-    """A tensor of its own, or None."""
+    """Return a full copy, or None."""
     if value is None:
         return None
     value = value.detach()
@@ -69,7 +69,7 @@ def full(value: Any) -> Any:
 
 
 def state_of(model: Any) -> list[Any]:
-    """All that must be as before: what modules show, residencies, counts."""
+    """Return the state that must stay: shown parameters, residencies, holds, counts."""
     shown = [id(p) for m in model.modules() for p in m._parameters.values() if p is not None]
     units = units_below([model])
     states = [unit.engine.scheduler.residents.units[unit.key] for unit in units]  # type: ignore[union-attr]
@@ -80,7 +80,7 @@ def state_of(model: Any) -> list[Any]:
 
 
 def usable(model: Any, plain: nn.Module) -> None:
-    """A step on both, and they are equal."""
+    """Check that a step of both models gives equal parameters."""
     for one in (model, plain):
         step(one, torch.optim.SGD(one.parameters(), lr=0.1))
     assert apart(model, plain) < 1e-12
@@ -91,5 +91,5 @@ def refuses(model: Any, call: Callable[[], Any], match: str) -> None:
     before = state_of(model)
     with pytest.raises(errors.FullshardError, match=match) as raised:
         call()
-    assert [type(part) for part in raised.value.args] == [str]  # FSDP1 raises a tuple of halves
+    assert [type(part) for part in raised.value.args] == [str]  # FSDP1 raises a tuple of two texts
     assert state_of(model) == before

@@ -21,7 +21,7 @@ LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
 
 
 class Tower(nn.Module):
-    """Blocks, one of which may be left out, and may fail, on this rank."""
+    """Blocks, one of which may be skipped, and one of which may fail, on this rank."""
 
     def __init__(self) -> None:
         super().__init__()

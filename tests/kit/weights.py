@@ -1,4 +1,4 @@
-"""Models of transformers, built from files."""
+"""Models of transformers, built from configurations."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": SIZES,
     "tied llama": {**SIZES, "tie_word_embeddings": True},
     "gpt2": {"vocab_size": 65, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
-    "gpt_neox": {**SIZES, "rotary_pct": 0.5},  # the one whose names depend on its class
+    "gpt_neox": {**SIZES, "rotary_pct": 0.5},  # the only kind whose names depend on its class
     "mixtral": {**SIZES, "num_local_experts": 4},
-    # its embedding has a buffer, which is initialised together with a row of the weight
+    # its embedding has a buffer, initialized together with a row of the weight
     "gemma2": {**SIZES, "head_dim": 8},
     "qwen3_moe": {
         **SIZES,
