@@ -1,4 +1,4 @@
-"""Optimizers on parameters of many meshes end where they end on plain tensors."""
+"""Optimizers on parameters of several meshes step as they do on plain tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_state_dicts_are_loaded(pool: RankPool, kind: str) -> None:
 
 
 def all_stepped(form: str, *, shift: int) -> tuple[Model, Optimizer]:
-    """Every parameter has state: checkpoints of torch want it."""
+    """Return a model and its optimizer with state for every parameter, as DCP requires."""
     model = Model([form])
     optimizer = ShardedOptimizer(model.params, AdamW, lr=0.01)
     for step in range(2):
@@ -64,7 +64,7 @@ def test_checkpoints_go_from_any_mesh_to_any_other(source: str) -> None:
 
 @on_ranks(4)
 def test_gradients_may_lie_otherwise() -> None:
-    """Gradients that lie otherwise are brought to their parameters, on the same mesh."""
+    """Gradients are redistributed to the placements of their parameters, on the same mesh."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole, grad = noise(5, 3), noise(5, 3, seed=1)
     plain = nn.Parameter(whole.clone())

@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim goes on after a checkpoint, on parameters of one element too."""
+"""Every optimizer of torch.optim resumes from a checkpoint, also with parameters of one element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of each kind of optimizer, handed from mesh to mesh: each step is on another one."""
+"""Each kind of optimizer trains one run whose steps are all on different meshes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ranks.pool import RankPool
 
 
 class Kind(NamedTuple):
-    """A class for ``OwnedOptimizer``."""
+    """An optimizer class for ``OwnedOptimizer``."""
 
     cls: type[Optimizer]
     kwargs: dict[str, Any]
@@ -45,7 +45,7 @@ CELLS = [
     (3, "per_parameter"),
     (1, "ragged"),
 ]
-"""World and face of each step."""
+"""World size and layout of each step."""
 OTHERS = [
     (1, "per_parameter"),
     (1, "flat"),
@@ -76,7 +76,7 @@ def reference_of(kind: str, plain: nn.Module) -> Any:
 
 
 def grads_of(step: int, plain: nn.Module) -> dict[str, Tensor]:
-    """Gradients that all have; a vector has none in one step of three."""
+    """Return gradients that are equal on all ranks; a bias has none in one of three steps."""
     return {
         name: noise(*param.shape, seed=31 * step + number)
         for number, (name, param) in enumerate(plain.named_parameters())
@@ -85,11 +85,11 @@ def grads_of(step: int, plain: nn.Module) -> dict[str, Tensor]:
 
 
 _runs: dict[tuple[str, bool], tuple[int, nn.Module, Any]] = {}
-"""Of this process: steps that are done, the model and its optimizer."""
+"""The unsharded runs of this process: steps done, model and optimizer."""
 
 
 def unsharded(kind: str, steps: int, trains: bool) -> nn.Module:
-    """Return the model after ``steps``; goes on from what an earlier call returned."""
+    """Return the unsharded model after ``steps``; continue an earlier call's run if possible."""
     done, plain, optimizer = _runs.pop((kind, trains), (steps + 1, None, None))
     if plain is None or done > steps:
         done, plain = 0, made()
@@ -108,7 +108,7 @@ def unsharded(kind: str, steps: int, trains: bool) -> nn.Module:
 
 
 def one_step(folder: str, number: int, face: str, trains: bool) -> dict[str, dict[str, float]]:
-    """Take step ``number`` of all kinds; return how far parameters are from the unsharded runs'."""
+    """Take step ``number`` with each kind; return distances from the unsharded run by parameter."""
     found = {}
     for kind in KINDS:
         model, rank, world = sharded(face)
@@ -130,9 +130,10 @@ def one_step(folder: str, number: int, face: str, trains: bool) -> dict[str, dic
 def test_a_run_goes_on_wherever_it_is_taken(
     pool: RankPool, tmp_path: Path, trains: bool, cells: list[tuple[int, str]]
 ) -> None:
-    """Accumulated and clipped it stays within 1e-12; given equal gradients it is bit-equal.
+    """A run that moves between meshes stays within 1e-12; with equal gradients it is bit-equal.
 
-    AdamW, which steps beside Muon, may round otherwise where a vector ends.
+    AdamW, which steps the parameters that Muon does not, may round differently at the end of a
+    vector.
     """
     for number, (world, face) in enumerate(cells):
         for found in pool.run(world, one_step, str(tmp_path), number, face, trains):

@@ -1,4 +1,4 @@
-"""Which optimizer works on which layout: the table of ``docs/optimizers.md``."""
+"""The table of ``docs/optimizers.md``: the optimizers that work on each layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 
 
 def matrices() -> nn.Sequential:
-    """Two matrices, one of which is not cut evenly."""
+    """Return a model of two matrices; the ranks' shards of one of them differ in size."""
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 5, bias=False))
     return fill(model.double())  # type: ignore[return-value]
 
@@ -100,7 +100,7 @@ def table(pool: RankPool) -> str:
 
 
 @pytest.mark.skipif(
-    TORCH < (2, 13), reason="what the classes themselves do on DTensors has changed"
+    TORCH < (2, 13), reason="PyTorch's optimizers behave differently on DTensors before 2.13"
 )
 def test_the_page_has_the_table(pool: RankPool) -> None:
     found = table(pool)
@@ -113,7 +113,7 @@ BLOCK_WAYS = ("itself", "`ShardedOptimizer`", "`OwnedOptimizer`", "`OwnedOptimiz
 
 @EAGER
 def outcomes_in_blocks(kind: str, face: str) -> list[str]:
-    """What the class does itself, joined, on whole tensors, and on pieces."""
+    """Return the outcomes of a class: alone, joined, and owned without and with blocks."""
     warnings.simplefilter("ignore")
     cls, _, block = kind_of(kind)
     ways: list[Any] = [
@@ -157,7 +157,7 @@ def row_in_blocks(pool: RankPool, kind: str) -> str:
 
 
 @pytest.mark.skipif(
-    TORCH < (2, 13), reason="what the classes themselves do on DTensors has changed"
+    TORCH < (2, 13), reason="PyTorch's optimizers behave differently on DTensors before 2.13"
 )
 @kinds()
 def test_the_page_has_the_row(pool: RankPool, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""OwnedOptimizer steps as the class itself does on the unsharded model."""
+"""OwnedOptimizer steps as its class does on the unsharded model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.ranks.pool import RankPool, on_ranks
 
 
 class Net(nn.Module):
-    """Matrices, of which some have fewer rows than there are ranks; one without gradients."""
+    """Matrices, some with fewer rows than ranks; some parameters never have gradients."""
 
     def __init__(self, *, vectors: bool = True) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def blocks(name: str, shape: tuple[int, ...]) -> Any:
-    """Experts are matrices; the first layer's rows are queries, keys and values."""
+    """Return the blocks of a parameter: one for each expert, or queries, keys and values."""
     return {"experts": "each", "first.weight": (4, 3, 3)}.get(name)
 
 
@@ -67,7 +67,7 @@ def sharded(net: nn.Module, face: str) -> nn.Module:
 
 
 def grads_of(step: int, net: nn.Module) -> dict[str, Tensor]:
-    """Gradients of one step; in one step a parameter has none."""
+    """Return the gradients of a step; in step 1, ``last`` has none."""
     return {
         name: noise(*param.shape, seed=10 * step + number)
         for number, (name, param) in enumerate(net.named_parameters())
@@ -76,7 +76,7 @@ def grads_of(step: int, net: nn.Module) -> dict[str, Tensor]:
 
 
 def split(net: nn.Module, cut: Any) -> tuple[list[tuple[str, nn.Parameter]], Any]:
-    """The parameters of the unsharded model, those with blocks as several."""
+    """Return the parameters of the unsharded model, those with blocks split into one per block."""
     params, back = [], []
     for name, param in net.named_parameters():
         rule = cut(name, tuple(param.shape)) if cut else None
@@ -91,7 +91,7 @@ def split(net: nn.Module, cut: Any) -> tuple[list[tuple[str, nn.Parameter]], Any
 
 
 class Reference:
-    """The class itself, in one process, on the unsharded model."""
+    """The class itself in one process on the unsharded model."""
 
     def __init__(self, kind: str, *, vectors: bool, cut: Any = None) -> None:
         self.net = Net(vectors=vectors)
@@ -112,7 +112,7 @@ class Reference:
 
 
 def owned(kind: str, face: str, cut: Any) -> tuple[nn.Module, OwnedOptimizer]:
-    """Blocks travel in small rounds."""
+    """Return a sharded model and its optimizer; blocks are sent in small rounds."""
     cls, kwargs = CLASSES[kind]
     more = {"round_nbytes": 300} if cut else {}
     model = sharded(Net(vectors=kind != "muon"), face)
@@ -120,7 +120,7 @@ def owned(kind: str, face: str, cut: Any) -> tuple[nn.Module, OwnedOptimizer]:
 
 
 def cut_of(kind: str, with_blocks: bool) -> Any:
-    return blocks if with_blocks or kind == "muon" else None  # it takes matrices only
+    return blocks if with_blocks or kind == "muon" else None  # Muon takes matrices only
 
 
 def steps_alike(kind: str, face: str) -> None:
@@ -229,11 +229,11 @@ def test_resumes_on_another_world(
     pool.run(other_world, goes_on, str(tmp_path), kind, other_face, with_blocks)
 
 
-# What travels
+# Communication
 
 
 def exchanges(face: str, round_nbytes: int) -> tuple[int, int]:
-    """The number of exchanges of a step, and how many bytes this rank sends in them."""
+    """Return the number of exchanges in a step, and the bytes that this rank sends in them."""
     model = sharded(Net(), face)
     optimizer = OwnedOptimizer(
         named(model), CLASSES["whitening"][0], blocks=blocks, round_nbytes=round_nbytes
@@ -263,7 +263,7 @@ def test_a_step_is_two_exchanges(pool: RankPool) -> None:
 
 
 def stays() -> tuple[int, int]:
-    """One equal matrix on each rank."""
+    """Return the number of exchanges and the sum of the owners, with one matrix on each rank."""
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False).double() for _ in range(2)))
     fully_shard(model, layout=Ragged("tensor"))
     optimizer = OwnedOptimizer(model.parameters(), CLASSES["whitening"][0])
@@ -282,11 +282,11 @@ def test_nothing_travels_where_the_layout_keeps_matrices_whole(pool: RankPool) -
     assert pool.run(1, exchanges, "per_parameter", 1 << 20) == [(0, 0)]
 
 
-# What is refused, and what is told
+# Refusals and warnings
 
 
 class Coupled(torch.optim.SGD):
-    """Steps by the norm of all gradients together."""
+    """SGD that divides by the norm of all gradients together."""
 
     def step(self, closure: Any = None) -> Any:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -297,7 +297,7 @@ class Coupled(torch.optim.SGD):
 
 
 class CoupledByLarge(Coupled):
-    """Steps so once gradients are large."""
+    """SGD that divides by the joint norm once a gradient is large."""
 
     def step(self, closure: Any = None) -> Any:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -349,7 +349,7 @@ def test_work_of_every_rank_is_told_once() -> None:
 
 @on_ranks(2)
 def test_replicas_share_the_work() -> None:
-    """Each replica has everything, and each steps its share."""
+    """Each replica has all parameters, and steps only its share of them."""
     reference = Reference("whitening", vectors=True)
     model = FSDP(Net(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
     optimizer = OwnedOptimizer(named(model), CLASSES["whitening"][0])
@@ -368,7 +368,7 @@ def train_some_of(optimizer: Any, reference: Reference, model: nn.Module, skip: 
 
 @on_ranks(2)
 def test_state_may_be_edited_and_groups_added() -> None:
-    """State edited in place, cleared, and groups that are added."""
+    """The optimizer follows state that is edited or cleared, and groups that are added."""
     reference = Reference("whitening", vectors=True)
     model = sharded(Net(), "ragged")
     params = named(model)
@@ -387,11 +387,11 @@ def test_state_may_be_edited_and_groups_added() -> None:
     train_some(optimizer, reference, model, 9)
 
 
-# Classes with habits of their own
+# Classes with unusual state or steps
 
 
 class Late(Optimizer):
-    """Makes state in its third step, and counts in its groups."""
+    """An optimizer that makes its state in the third step, and counts steps in its groups."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "count": 0})
@@ -436,7 +436,7 @@ def test_state_may_come_late_and_groups_may_count() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("face", ["per_parameter", "ragged"])
 def test_parameters_may_be_on_meta_at_first(face: str) -> None:
-    """Built before there is memory; the state is known to torch's own functions."""
+    """The optimizer may be built on meta, and torch's state dict functions see its state."""
     reference = Reference("whitening", vectors=True)
     with torch.device("meta"):
         model = sharded(Net(), face)
@@ -447,7 +447,7 @@ def test_parameters_may_be_on_meta_at_first(face: str) -> None:
     train_some(optimizer, reference, model, 0)
     its = get_optimizer_state_dict(model, optimizer)["state"]
     full = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    assert full.keys() == its.keys() - {"unused.weight"}  # PyTorch's makes state by a step
+    assert full.keys() == its.keys() - {"unused.weight"}  # PyTorch takes a step to make state
     for name, kept in full.items():
         for key, value in kept.items():
             assert torch.equal(its[name][key].full_tensor(), value)
@@ -477,7 +477,7 @@ def test_scaled_gradients_are_unscaled_and_skipped() -> None:
 
 
 class Failing(torch.optim.SGD):
-    """Fails where it is told to."""
+    """SGD that raises while ``fails`` is set."""
 
     fails = False
 
@@ -500,7 +500,7 @@ def fails_alone() -> str:
             optimizer.step()
         except ValueError as error:
             said = str(error)
-    dist.barrier()  # both are here
+    dist.barrier()  # both ranks are alive
     return said
 
 
@@ -517,12 +517,12 @@ def fails_before_the_exchange() -> str:
     said, era = "", fault_domain().era
     if dist.get_rank() == 1:
         until_s = time.monotonic() + 30
-        # The other rank may not have come to it yet.
+        # The other rank may not have begun the exchange yet.
         while fault_domain().era is era and time.monotonic() < until_s:
             watch.report_failure(ValueError("before its step"))
     else:
         said = refusal(PeerError, optimizer.step)
-    optimizer.step()  # the group is of use as before
+    optimizer.step()  # the group works as before
     net = Net()
     for name, param in net.named_parameters():
         for step in range(2):
@@ -541,7 +541,7 @@ def test_who_waits_in_an_exchange_is_told_who_failed(pool: RankPool) -> None:
 
 @on_ranks(2)
 def test_state_that_the_class_does_not_make_is_refused_on_all_ranks() -> None:
-    """Not on the owners alone, and before anything is loaded."""
+    """All ranks refuse the state, not only the owners, and load nothing."""
     model = sharded(Net(), "ragged")
     optimizer = OwnedOptimizer(named(model), torch.optim.Adafactor, lr=0.05)
     give(model, grads_of(0, Net()))

@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch step DTensors by their local tensors, whatever the lists mix."""
+"""PyTorch's optimizers step DTensors by their local tensors, also in lists of mixed kinds."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def steps_like_unsharded(kind: str, how: dict[str, Any]) -> float:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_steps_like_the_unsharded_model(pool: RankPool, world: int, kind: str, way: str) -> None:
-    """PyTorch refuses fused SGD and Adagrad for DTensors."""
+    """Steps equal the unsharded model's; PyTorch refuses fused SGD and Adagrad for DTensors."""
     assert max(pool.run(world, steps_like_unsharded, kind, WAYS[way])) <= 1e-14
 
 
 class Mixed(nn.Module):
-    """Parameters on two meshes, and one that is not sharded."""
+    """A model for parameters on two meshes, and one that is not sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {"per parameter": {}, "ragged": {"layout": 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize(("kind", "way"), [case for case in CASES if case[1] != "one by one"])
 def test_lists_may_mix_meshes_and_plain_tensors(kind: str, way: str, layout: str) -> None:
-    """PyTorch refuses such lists, which are what its optimizers make by themselves on a GPU.
+    """Lists may mix DTensors of two meshes and layouts with plain tensors.
 
-    Sharded on two meshes, in the layout and otherwise, and plain.
+    PyTorch refuses such lists, which its optimizers build by default on a GPU.
     """
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     cls, options = OPTIMIZERS[kind]
@@ -96,7 +96,7 @@ def test_lists_may_mix_meshes_and_plain_tensors(kind: str, way: str, layout: str
 
 @on_ranks(2, 3)
 def test_what_is_placed_otherwise_is_left_to_pytorch(world: int) -> None:
-    """Operands that are placed otherwise, and sums that are still to be made, are PyTorch's."""
+    """Operands with other placements, and with pending sums, get PyTorch's results."""
     model: Any = shard(make())
     weight = model.head.weight
     mesh, rank, world = weight.device_mesh, weight.device_mesh.get_rank(), weight.device_mesh.size()
@@ -120,7 +120,7 @@ def test_what_is_placed_otherwise_is_left_to_pytorch(world: int) -> None:
 
 @on_ranks(2)
 def test_changes_are_seen() -> None:
-    """Whoever watches versions, as we do, sees changes; those of lists show nowhere in PyTorch."""
+    """In-place operations increase the version of a DTensor."""
     weight: Any = shard(make()).head.weight
     for change in (lambda: weight.mul_(2), lambda: weight.add_(1), lambda: weight.div_(2)):
         before = weight._version

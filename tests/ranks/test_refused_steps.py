@@ -1,4 +1,4 @@
-"""Steps of optimizers that are refused before anything is stepped, and those that only look so."""
+"""Optimizer steps that are refused before any weight changes, and steps that only look refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def first_with_state(optimizer: torch.optim.Optimizer, key: str) -> dict[str, An
 
 
 def whole_state(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Set state by hand that a ``ShardedOptimizer`` refuses; return what mends it."""
+    """Set state that a ``ShardedOptimizer`` refuses; return a function that repairs it."""
     own = first_with_state(optimizer, "exp_avg")
     kept = own["exp_avg"]
     own["exp_avg"] = kept.full_tensor()
@@ -39,7 +39,7 @@ def whole_state(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def sparse_gradient(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Give a plain matrix a gradient that an ``OwnedOptimizer`` refuses; return what mends it."""
+    """Give a plain matrix a gradient that an ``OwnedOptimizer`` refuses; return its repair."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     plain = next(param for param in params if type(param) is nn.Parameter)
     plain.grad = torch.zeros_like(plain).to_sparse()
@@ -55,7 +55,7 @@ def late(model: Any) -> torch.optim.Optimizer:
 
 
 def nothing(_: Any) -> Callable[[], None]:
-    """Adafactor refuses all sharded parameters."""
+    """Change nothing: Adafactor refuses all sharded parameters."""
     return lambda: None
 
 
@@ -79,7 +79,7 @@ def with_plain_matrix() -> Any:
 def test_a_refused_step_has_left_nothing(
     make: Make, spoil: Callable[[Any], Callable[[], None]], error: type[Exception]
 ) -> None:
-    """Nothing has changed, nobody is told anything, and training goes on."""
+    """A refused step changes no weight and ends no step of other ranks, and training continues."""
     model = with_plain_matrix()
     optimizer = make(model)
     if make is not late:
@@ -105,7 +105,7 @@ def test_a_refused_step_has_left_nothing(
 
 
 def told_next(model: Any, optimizer: torch.optim.Optimizer) -> str:
-    """Return what all ranks are told at the next forward; the one after runs."""
+    """Return the error that all ranks raise in the next forward; check that the one after runs."""
     with pytest.raises(TornStepError) as caught:
         compute(model, optimizer, 7)
     trained(model, optimizer, (8,))
@@ -113,7 +113,7 @@ def told_next(model: Any, optimizer: torch.optim.Optimizer) -> str:
 
 
 def in_the_second_part() -> str:
-    """AdamW's parameters are refused once the matrices have been stepped."""
+    """Refuse AdamW's parameters after Muon has stepped the matrices."""
     model: Any = tower("fully_shard", "rows")
     optimizer = muon(model)
     trained(model, optimizer, (0,))
@@ -129,7 +129,7 @@ def in_the_second_part() -> str:
 
 
 def in_preparation() -> str:
-    """What strikes one rank before it steps anything is no refusal: the others have stepped."""
+    """Fail on one rank as it prepares its step: not a refusal, as the other ranks have stepped."""
     model: Any = tower("fully_shard", "rows")
     optimizer = sharded(model)
     compute(model, optimizer, 0)
@@ -148,7 +148,7 @@ def in_preparation() -> str:
 
 
 def after_a_refusal() -> str:
-    """A refused step is forgotten, and hides nothing of the next one."""
+    """Fail in a step after a refused step, which must not hide the failure."""
     model: Any = tower("fully_shard", "rows")
     optimizer = sharded(model)
     trained(model, optimizer, (0,))
@@ -166,7 +166,7 @@ def after_a_refusal() -> str:
 
 
 def in_a_closure(make: Make) -> str:
-    """A closure fails on one rank after its backward: the others step."""
+    """Fail on one rank in a closure, after its backward: the other ranks step."""
     model: Any = tower("fully_shard", "rows")
     optimizer = make(model)
 
@@ -184,7 +184,7 @@ def in_a_closure(make: Make) -> str:
 
 
 class Twice(torch.optim.AdamW):
-    """A class whose step calls that of its base, which has hooks of its own, and then fails."""
+    """An optimizer that calls the step of its base class, which has hooks, and then fails."""
 
     fails = False
 
@@ -196,7 +196,7 @@ class Twice(torch.optim.AdamW):
 
 def after_the_step_within() -> str:
     model: Any = tower("fully_shard", "rows")
-    adamw(model)  # from now on, steps of the base class have hooks
+    adamw(model)  # from now on, AdamW's steps have hooks
     optimizer = Twice(model.parameters())
     trained(model, optimizer, (0,))
     assert not steps._begun

@@ -1,4 +1,4 @@
-"""ShardedOptimizer steps exactly as the optimizer it is made of, and shows what that shows."""
+"""ShardedOptimizer steps exactly as the optimizer inside, and shows the same state."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SEEN: list[tuple[Any, ...]] = [
     *product([scales], (2,), LAYOUTS, (False, True)),
     *product([follows, older, refuses_whole_state, is_copied, calls_hooks, uses_a_closure], (2,)),
 ]
-"""Jobs, each with its world and what it is given."""
+"""Jobs, each with its number of ranks and its arguments."""
 
 
 @pytest.mark.parametrize(

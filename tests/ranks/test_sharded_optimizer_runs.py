@@ -1,4 +1,4 @@
-"""A ShardedOptimizer steps on few tensors, wherever parameters and gradients lie."""
+"""ShardedOptimizer steps on few tensors, for any placement of parameters and gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.kit.sharded_optimizer import (
 from tests.ranks.models import noise
 from tests.ranks.pool import RankPool, on_ranks
 
-# How many tensors it steps on
+# The number of tensors
 
 
 class Many(nn.Module):
@@ -61,25 +61,25 @@ def test_one_run_for_each_unit(layout: str) -> None:
     model = many(layout, 5)
     params = list(model.parameters())
     parts = [flat_part_of(local_part(param)) for param in params]
-    flats = {id(part.flat) for part in parts if part is not None}  # of units that hold something
-    expected = len(flats) + (None in parts)  # what is empty here steps together
+    flats = {id(part.flat) for part in parts if part is not None}  # units with elements here
+    expected = len(flats) + (None in parts)  # parameters without elements here step together
     optimizer = ShardedOptimizer(params, AdamW)
     assert optimizer.num_runs == 0
     for number in range(3):
         with_gradients(model, number)
         optimizer.step()
         assert optimizer.num_runs == expected
-    params[4].grad = None  # in the middle of the second unit
+    params[4].grad = None  # a parameter in the middle of the second unit
     optimizer.step()
     cut = None not in parts[3:6]
     assert optimizer.num_runs == expected + cut
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     optimizer.step()
-    assert optimizer.num_runs == expected + cut  # has no gradient yet
+    assert optimizer.num_runs == expected + cut  # the new parameter has no gradient yet
 
 
 class Wide(nn.Module):
-    """Its gradients are too large for the engine to keep between steps."""
+    """A model whose gradients are too large for the engine to keep between steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_large_gradients_and_those_that_added_up_are_neighbours_too(layout: str)
 
 
 class Calls(TorchDispatchMode):
-    """Counts operations; none is on a DTensor."""
+    """A mode that counts operations, and checks that none is on a DTensor."""
 
     num = 0
 
@@ -126,7 +126,7 @@ def count_calls(layout: str, num_layers: int, holds_gradients: bool) -> list[int
     for number in range(4):
         with_gradients(model, number)
         if holds_gradients:
-            held.append([param.grad for param in model.parameters()])  # so others come next time
+            held.append([param.grad for param in model.parameters()])  # keeps their memory in use
         with Calls() as calls:
             optimizer.step()
         found.append(calls.num)
@@ -147,7 +147,7 @@ def test_a_step_costs_as_much_for_many_parameters_as_for_few(
 
 
 def aliases(model: nn.Module) -> list[int]:
-    """How many tensors share each buffer of parameters."""
+    """Return the number of tensors that share each buffer of parameters."""
     places = [flat_part_of(local_part(param)) for param in model.parameters()]
     storages = [place.flat.untyped_storage() for place in places if place is not None]
     return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
@@ -175,7 +175,7 @@ def test_between_steps_it_holds_no_parameters_and_no_gradients(layout: str) -> N
 @on_ranks(2)
 @both_layouts
 def test_follows_parameters_that_moved(layout: str) -> None:
-    """Another dtype, and new memory for one parameter, as ``.to()`` and loads do."""
+    """The optimizer follows parameters that get another dtype or new memory, as in ``.to()``."""
 
     def script(model: Any, make_optimizer: Make) -> nn.Module:
         optimizer = make_optimizer(model.parameters())
@@ -194,7 +194,7 @@ def test_follows_parameters_that_moved(layout: str) -> None:
     assert difference(mine, its) == 0.0
 
 
-# Parameters that no unit holds
+# Parameters outside of units
 
 
 def others() -> list[nn.Parameter]:
@@ -246,7 +246,7 @@ def test_steps_on_sparse_gradients() -> None:
 
 @on_ranks(2)
 def test_waits_for_gradients() -> None:
-    """Gradients whose communication is still under way, as in tensor parallelism."""
+    """The optimizer waits for gradients with an unfinished collective, as in tensor parallelism."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     mine, its = (nn.Parameter(distribute_tensor(noise(4, 2), mesh, [Replicate()])) for _ in "ab")
     optimizer, expected = ShardedOptimizer([mine], AdamW), AdamW([its])
@@ -267,14 +267,14 @@ def test_waits_for_gradients() -> None:
 @on_ranks(2)
 @both_layouts
 def test_groups_may_change(layout: str) -> None:
-    """Parameters change their group, groups come and go."""
+    """Parameters may move between groups, and groups may be added and removed."""
 
     def script(model: Any, make_optimizer: Make) -> nn.Module:
         params = list(model.parameters())
         groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.5}, {"params": []}]
         optimizer = make_optimizer(groups)
         for number in range(8):
-            if number == 2:  # in the same order as before
+            if number == 2:  # keeps the order of parameters
                 moved = optimizer.param_groups[1]["params"].pop(0)
                 optimizer.param_groups[0]["params"].append(moved)
             if number == 3:

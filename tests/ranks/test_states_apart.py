@@ -1,4 +1,4 @@
-"""Ranks whose optimizers have stepped apart are told so, in one text; none waits for another."""
+"""Ranks whose optimizers stepped apart all raise the same error, and no rank waits for another."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.ranks.models import fill, refusal
 from tests.ranks.pool import RankPool
 
 APART = 1
-"""The rank that does otherwise."""
+"""The rank whose steps differ."""
 
 worlds = pytest.mark.parametrize("world", [2, 3])
 faces = pytest.mark.parametrize("face", ["per_parameter", "ragged", "flat", "one flat"])
 
 
 class Raising(AdamW):
-    """Raises on one rank: before its step, or when it has made state for some parameters."""
+    """AdamW that raises on one rank, before its step or after the first parameter's."""
 
     when = ""
 
@@ -63,7 +63,7 @@ def made_optimizer(model: nn.Module, which: str) -> Optimizer:
 
 
 def take_steps(model: nn.Module, optimizer: Optimizer, when: str) -> None:
-    """Two steps, the last of which raises on one rank; it goes on all the same."""
+    """Take steps, the last of which raises on one rank; catch the error there."""
     steps = [when] if when == "within" else ["", when] if when == "later" else [when]
     for number, its in enumerate(steps):
         model(torch.ones(2, 6, dtype=torch.float64) + number).square().sum().backward()
@@ -79,7 +79,7 @@ def take_steps(model: nn.Module, optimizer: Optimizer, when: str) -> None:
 
 def refusals(*calls: Callable[[], Any]) -> list[str]:
     said = [refusal(ConfigError, call) for call in calls]
-    dist.barrier()  # all ranks are through with them
+    dist.barrier()  # all ranks have made the calls
     return said
 
 
@@ -93,9 +93,9 @@ def apart(face: str, which: str, when: str) -> list[str]:
         lambda: checkpoint.sharded_optim_state_dict(model, optimizer, plain_shards=True),
     ]
     said = refusals(*calls)
-    checkpoint.full_state_dict(model)  # ranks still do the same
-    assert checkpoint.sharded_optim_state_dict(model, optimizer)["param_groups"]  # sends nothing
-    # With the state of another optimizer on all ranks they are one again.
+    checkpoint.full_state_dict(model)  # collectives still match
+    assert checkpoint.sharded_optim_state_dict(model, optimizer)["param_groups"]  # is local
+    # After a load of another optimizer's state on all ranks, their state is equal again.
     other = made_optimizer(model, which)
     take_steps(model, other, "")
     whole = checkpoint.full_optim_state_dict(model, other, rank0_only=False)
@@ -111,7 +111,7 @@ def apart(face: str, which: str, when: str) -> list[str]:
 def test_state_that_differs_is_told_to_all(
     pool: RankPool, world: int, face: str, which: str, when: str
 ) -> None:
-    """A rank that never stepped, that stepped once less, or that stepped some of it."""
+    """Every rank raises an error that names the differing rank: no step, a step less, or a part."""
     if when == "within" and (which == "sharded" or face == "one flat"):
         pytest.skip("one run, or one parameter a unit, has stepped or has not")
     first, *others = pool.run(world, apart, face, which, when)
@@ -147,7 +147,7 @@ def saves(folder: str, face: str, which: str, when: str) -> str:
     with pytest.raises(FullshardError) as caught:
         checkpoint.save(f"{folder}/one", model, optimizer, step=1)
     assert isinstance(caught.value, (ConfigError, CheckpointError))
-    take_steps(model, optimizer, "")  # the process group is of use as before
+    take_steps(model, optimizer, "")  # the process group works as before
     return str(caught.value)
 
 
@@ -166,7 +166,7 @@ def test_such_state_is_not_saved(
 
 
 def edited() -> list[str]:
-    """State that has another dtype on one rank."""
+    """Return the refusal of state that has another dtype on one rank."""
     model = made("per_parameter")
     optimizer = made_optimizer(model, "itself")
     take_steps(model, optimizer, "")
@@ -185,7 +185,7 @@ def test_state_of_another_dtype_is_told(pool: RankPool, world: int) -> None:
 
 @EAGER
 def quantised_here_only(kind: str) -> list[str]:
-    """The class quantises local tensors of 4096 elements; that of the last rank has fewer."""
+    """Step with a class that quantizes local tensors of 4096 elements; the last rank has fewer."""
     cls, kwargs, _ = kind_of(kind)
     model = fully_shard(fill(nn.Linear(128, 32 * dist.get_world_size() - 1, bias=False)))
     optimizer = cls(model.parameters(), **kwargs)
@@ -205,7 +205,7 @@ def test_state_that_is_quantised_on_some_ranks_is_told(
 
 
 def owners_apart() -> list[str]:
-    """One owner failed: no rank has state of what it owns, so state is the same on all."""
+    """Fail in the step of one owner; return the names with state, equal on all ranks."""
     model = made("ragged")
     optimizer = made_optimizer(model, "owned")
     take_steps(model, optimizer, "before")

@@ -20,7 +20,7 @@ from tests.ranks.pool import on_ranks
 
 
 def torchao(module: str) -> Any:
-    """A module of it; what importing it warns of is its own affair."""
+    """Import a module of torchao without its warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(f"torchao.{module}")
@@ -47,7 +47,7 @@ def shard(model: nn.Module, **options: Any) -> Any:
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("how", ["resharded", "kept unsharded", "offloaded", "precomputed"])
 def test_gathers_in_float8(how: str) -> None:
-    """Weights double from step to step, and so do the scales of what travels."""
+    """Weights are gathered in float8; the scales follow the weights, which double each step."""
     float8 = torchao("float8")
     models = []
     for gathers in (False, True):
@@ -72,7 +72,7 @@ def test_gathers_in_float8(how: str) -> None:
             float8.precompute_float8_dynamic_scale_for_fsdp(models[1])
             given = [local_part(models[1][i].weight)._precomputed_scale for i in (0, 2)]
             assert None not in given
-            # What is gathered next goes by them.
+            # The next all-gather uses these scales.
             given[0].mul_(0.5)
             models[1][0].unshard()
             assert models[1][0].weight._scale.equal(given[0])
@@ -88,7 +88,7 @@ def test_gathers_in_float8(how: str) -> None:
 
 
 class LowRank(nn.Module):
-    """A frozen weight in four bits, and what is trained beside it."""
+    """A frozen weight in four bits, with trained low-rank matrices."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -127,9 +127,10 @@ def test_frozen_in_four_bits(reshard: bool) -> None:
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_optimizer_steps(world: int, name: str) -> None:
-    """Blocks are of the local tensors: with several ranks they may begin elsewhere, and round.
+    """torchao's optimizers step sharded parameters; on several ranks they round in other blocks.
 
-    It compiles a step for each parameter; in blocks of 256 values where these are enough.
+    Blocks of 256 values are cut from local tensors. The optimizers compile a step for each
+    parameter.
     """
     models = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""An exception that leaves a step of an optimizer and is caught: who is told, and what helps."""
+"""An exception that leaves an optimizer step and is caught: all ranks raise, and a load repairs."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 EXCHANGE = (owned, muon)
-"""Those in whose steps ranks wait for each other, so that others would hear of it in the same."""
+"""Optimizers whose steps exchange data, so that other ranks would notice in the same step."""
 
 
 def half_stepped(
     path: Path, face: str, make: Make, wire: str, victims: list[int], late: int | None = None
 ) -> list[str]:
-    """Leave step 2 by an exception on ``victims``, which catch it; go on from a checkpoint.
+    """Leave step 2 by an exception that ``victims`` catch; continue from a checkpoint.
 
-    Rank ``late`` begins step 3 once the others have dropped it.
+    Rank ``late`` begins step 3 once the other ranks have dropped it.
 
     Returns:
-        What was raised here, in steps 2 to 4.
+        The errors raised on this rank in steps 2 to 4.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
@@ -103,7 +103,7 @@ def test_a_step_of_an_optimizer_left_by_an_exception_is_told_once_on_all(
             "so the weights there are half-stepped. Load a checkpoint on all ranks"
         ), one
         named = [r for r in range(world) if f"rank {r} failed: an exception, in the step of" in one]
-        # Who has not come to its next step when the first one tells may not have been named.
+        # A victim that has not begun its next step when the first error is raised may not be named.
         assert named and set(named) <= set(victims), one
     assert len({said[-1] for said in told}) == 1
 
@@ -122,7 +122,7 @@ def test_who_was_left_too_and_comes_late_is_told_what_the_others_were(
 @on_ranks(2)
 @pytest.mark.parametrize("way", ["load", "load_state_dict"])
 def test_weights_that_were_loaded_again_are_whole(tmp_path: Path, way: str) -> None:
-    """All ranks catch what leaves their step, and load at once: nobody is told anything."""
+    """No rank raises if all ranks catch the exception and load at once."""
     path = tmp_path / "step-000001"
     model: Any = tower("fully_shard", "rows")
     optimizer = adamw(model)
@@ -146,7 +146,7 @@ def test_weights_that_were_loaded_again_are_whole(tmp_path: Path, way: str) -> N
 
 
 def saved(path: Path, victims: list[int]) -> str:
-    """Save after a step that an exception has left on ``victims``."""
+    """Save after a step that an exception has left on ``victims``; return the error."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", "3")
         model: Any = tower("fully_shard", "rows")
@@ -177,7 +177,7 @@ def test_weights_stepped_in_part_are_not_saved(
 
 @on_ranks(2)
 def test_closures_skipped_steps_and_optimizers_of_others_are_not_told_of() -> None:
-    """What looks like a step that was left, and is none of ours, or none at all."""
+    """Closures, skipped steps and optimizers of other models are not reported as torn steps."""
     model: Any = tower("fully_shard", "rows")
     optimizer = adamw(model)
     other = nn.Linear(2, 2, dtype=torch.float64)
@@ -187,7 +187,7 @@ def test_closures_skipped_steps_and_optimizers_of_others_are_not_told_of() -> No
         with pytest.raises(Trouble):
             fail(foreign, after=False)
     trained(model, optimizer, (0,))
-    assert not steps._begun  # looked at once
+    assert not steps._begun  # entries of finished steps are dropped
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -205,14 +205,14 @@ def test_closures_skipped_steps_and_optimizers_of_others_are_not_told_of() -> No
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert scaler.get_scale() == 2.0  # the first was skipped
+    assert scaler.get_scale() == 2.0  # the first step was skipped
     trained(model, optimizer, (4,))
     assert not steps._begun
 
 
 @on_ranks(2)
 def test_the_closure_of_lbfgs_is_inside_of_its_step() -> None:
-    """A closure runs the model several times inside of one step."""
+    """A closure may run the model several times in one step."""
     model: Any = nn.Linear(4, 4, bias=False, dtype=torch.float64)
     fully_shard(model)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
@@ -235,7 +235,7 @@ def test_the_closure_of_lbfgs_is_inside_of_its_step() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_was_left_is_not_kept() -> None:
-    """Nothing of ours keeps an optimizer that was left, nor is asked about it in vain."""
+    """fullshard keeps no reference to an optimizer whose step an exception left."""
     model: Any = tower("fully_shard", "rows")
     optimizer = adamw(model)
     compute(model, optimizer, 0)
@@ -249,7 +249,7 @@ def test_an_optimizer_that_was_left_is_not_kept() -> None:
 
 @on_ranks(1)
 def test_who_is_alone_knows_what_it_caught() -> None:
-    """With one rank nobody else has to know, and weights cannot differ."""
+    """With one rank, weights cannot differ and no error is raised."""
     model: Any = tower("fully_shard", "rows")
     optimizer = adamw(model)
     compute(model, optimizer, 0)
@@ -260,7 +260,7 @@ def test_who_is_alone_knows_what_it_caught() -> None:
 
 
 def tried_again() -> list[str]:
-    """A step that is tried again, and ends, has stepped some weights twice."""
+    """Step again on rank 1 after a torn step, which steps weights twice; return the errors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", "3")
         model: Any = tower("fully_shard", "rows")
