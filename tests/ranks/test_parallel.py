@@ -1,4 +1,4 @@
-"""Tensor-parallel parameters: how they are shown whole, and where their shards lie."""
+"""Tensor-parallel parameters: unsharded parameters as DTensors, and the placements of shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.kit.parallel import SIZES, chunk, mesh_of, rows, shown, spec_of
 from tests.ranks.pool import RankPool, on_ranks
 from tests.versions import TORCH
 
-# The whole parameter.
+# The unsharded parameter.
 
 
 @on_ranks(4)
@@ -67,7 +67,7 @@ def test_the_whole_parameter_is_a_dtensor_over_our_memory() -> None:
     assert half.dtype == torch.bfloat16 and spec.wrap(view).dtype == torch.float64
 
 
-# Where shards lie.
+# The placements of shards.
 
 
 @on_ranks(4)
@@ -85,7 +85,7 @@ def test_shards_lie_as_those_of_torch() -> None:
             assert place.mesh == mesh
     if TORCH < (2, 13):
         return  # no DataParallelMeshDims there
-    # Torch refuses meshes that equal one made earlier in the process: each has names of its own.
+    # Torch refuses meshes equal to earlier ones of the process: each mesh has names of its own.
     for names, sizes, dims in [
         ("a tp", [2, 2], {"shard": "a"}),
         ("tp b", [2, 2], {"shard": "b"}),
@@ -105,7 +105,7 @@ def test_shards_lie_as_those_of_torch() -> None:
 
 
 def puts_together(dp_names: str, tp_names: str, placements: list[Placement]) -> None:
-    """Even, uneven and empty pieces of both cuts, on both tensor dims."""
+    """Check that shards of even, uneven and no size, on both tensor dims, join to the parameter."""
     names = (dp_names + " " + tp_names).split()
     sizes = [2 if name in ("dp", "tp", "rep") else 1 for name in names]
     mesh = mesh_of(" ".join(names), *sizes)
@@ -165,7 +165,7 @@ def test_a_cut_of_what_is_cut_already_is_strided() -> None:
 
 
 class Sizes(tuple[int, ...]):
-    """All that is asked of a mesh here."""
+    """A mesh reduced to its sizes."""
 
     size = tuple.__getitem__
 

@@ -1,4 +1,4 @@
-"""Gradients of tensor-parallel parameters: what autograd leaves, as plain local tensors."""
+"""Gradients of tensor-parallel parameters: from autograd's DTensors to plain local tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def same(got: Tensor | None, want: Tensor) -> None:
 
 
 def pending(mesh: DeviceMesh, *placements: Placement, base: Tensor) -> DTensor:
-    """Each rank adds its number to ``base``, its local tensor."""
+    """Return a DTensor whose local tensor is ``base`` plus the rank."""
     return DTensor.from_local(
         base + dist.get_rank(), mesh, placements, run_check=False, shape=None, stride=None
     )
@@ -37,7 +37,7 @@ def pending(mesh: DeviceMesh, *placements: Placement, base: Tensor) -> DTensor:
 
 @on_ranks(4)
 def test_gradients_are_placed_as_their_parameters() -> None:
-    """From any placement to that of the parameter, on uneven pieces, against DTensor's own."""
+    """Gradients of any placement are redistributed as DTensor does it, also with uneven shards."""
     tp = mesh_of()["tp"]
     whole = rows(5)
     placements = [Replicate(), Shard(0), Shard(1), Partial(), Partial("avg"), Partial("max")]
@@ -64,14 +64,14 @@ def test_gradients_are_placed_as_their_parameters() -> None:
 
 @on_ranks(4)
 def test_pending_sums_are_made_in_one_batch() -> None:
-    """One all-reduce for each group and dtype, whatever the number of parameters."""
+    """Pending sums take one all-reduce for each group and dtype, for any number of parameters."""
     mesh = mesh_of("ep tp", 2, 2)
     rank = dist.get_rank()
     grads: list[Tensor | None] = []
     specs: list[ParallelSpec | None] = []
     want: list[Tensor | None] = []
     for size in (1, 3, 5):
-        # Sums and means over both dims, on one of which another is cut.
+        # Sums and means over both dims, and sums over one of them.
         for dtype in (torch.float64, torch.float32):
             base = rows(size).to(dtype)
             whole = [Replicate(), Replicate()]
@@ -105,7 +105,7 @@ def test_pending_sums_are_made_in_one_batch() -> None:
 
 @on_ranks(4)
 def test_results_of_collectives_are_awaited() -> None:
-    """Results of collectives that nobody has waited for, around and inside of a DTensor."""
+    """Unfinished results of collectives are awaited, around a DTensor and inside it."""
     mesh = mesh_of()
     tp, group = mesh["tp"], mesh.get_group("tp")
     spec = spec_of(distribute(rows(3), tp, [Replicate()]))
@@ -126,7 +126,7 @@ def test_results_of_collectives_are_awaited() -> None:
 
 @on_ranks(4)
 def test_sums_over_data_parallel_dims_are_left_pending() -> None:
-    """Sums over data-parallel dims are left to the engine; all else is made."""
+    """Sums over data-parallel dims are left to the engine; the other sums are computed."""
     mesh = mesh_of()
     spmd = SpmdMesh.of(mesh, shard="dp")
     base = rows(3)
@@ -141,7 +141,7 @@ def test_sums_over_data_parallel_dims_are_left_pending() -> None:
             (got,) = local_gradients([pending(mesh, on_dp, Replicate(), base=base)], [spec])
         same(got, base + rank)
         assert comm.total == 0
-    # A cut or a maximum over data-parallel dims is nothing that a mean makes whole.
+    # A mean over ranks does not complete a shard or a maximum over data-parallel dims.
     cut = distribute(base, mesh, [Shard(0), Replicate()])
     same(local_gradients([cut], [spec])[0], base)
     most = pending(mesh, Partial("max"), Replicate(), base=base)
@@ -150,7 +150,7 @@ def test_sums_over_data_parallel_dims_are_left_pending() -> None:
 
 @on_ranks(4)
 def test_the_mean_over_data_parallel_ranks() -> None:
-    """[Note: pending sums over data-parallel dims] in numbers: the mean is a part of the sum."""
+    """[Note: pending sums over data-parallel dims] With sharded inputs, it is half the gradient."""
     mesh = mesh_of()
     spmd = SpmdMesh.of(mesh, shard="dp")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Joint meshes of tensor- and data-parallel dims, and full meshes of both."""
+"""Joint meshes of tensor-parallel and data-parallel dims, and full meshes of both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_joint_meshes() -> None:
     assert joint_mesh(twin["dp"], root["tp"]) is joint
     three = mesh_of("pp dp tp", 2, 1, 2)
     assert joint_mesh(three["dp"], three["tp"]) == three["dp", "tp"]
-    # Tensor-parallel dims left of data-parallel ones: torch refuses to redistribute on those.
+    # Torch does not redistribute on a mesh with tensor-parallel dims left of data-parallel ones.
     turned = mesh_of("tp dp")
     whole = rows(8)
     param = distribute(whole, turned["tp"], [Shard(0)])
@@ -47,7 +47,7 @@ def test_joint_meshes() -> None:
 
 
 def forgets() -> int:
-    """Joint meshes of a process group die with it."""
+    """Return the id of a joint mesh whose process group is destroyed."""
     root = mesh_of()
     joint = joint_mesh(root["dp"], root["tp"])
     total = torch.ones(1)
@@ -64,7 +64,7 @@ def test_joint_meshes_of_a_destroyed_group_are_not_used_again(pool: RankPool) ->
 
 
 def own_pair() -> DeviceMesh:
-    """A mesh that knows of this rank and one other only."""
+    """Return a mesh that contains only this rank and one other."""
     first = dist.get_rank() // 2 * 2
     groups = [dist.new_group([i, i + 1]) for i in (0, 2)]
     return DeviceMesh.from_group(groups[first // 2], "cpu", mesh_dim_names=("pair",))

@@ -1,4 +1,4 @@
-"""The engine on the ragged layout: shards cut anywhere, gathered in place."""
+"""The engine on ragged layouts: shards cut at any element, gathered in place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_flat_layout_trains_as_exactly_and_copies_nothing_when_gathering(
 
 
 def mixture(spec: ParamSpec) -> str | int:
-    """A granularity of every kind."""
+    """Return a granularity of one of four kinds."""
     return ("row", "tensor", "element", 7)[spec.numel % 4]
 
 

@@ -1,4 +1,4 @@
-"""RaggedTensor and random fills on meshes of up to four dims, replicas and tensor parallelism."""
+"""RaggedTensor and random fills on meshes with replicas, tensor parallelism and up to four dims."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_it_is_redistributed_to_placements_of_torch(name: str) -> None:
 
 @on_ranks(4)
 def test_replicas_do_not_communicate() -> None:
-    """Collectives of ``full_tensor``: over replicas there are none."""
+    """``full_tensor`` has no collectives over replicas."""
     counts = []
     for name in ("hsdp", "rows", "copies"):
         case = CASES[name]
@@ -194,13 +194,13 @@ def over_all_elements(x: RaggedTensor, a: Tensor | None = None) -> None:
         assert x.max() == a.max() and x.min() == a.min()
         whole = (x * 1000).to(torch.int64)
         assert whole.sum() == (a * 1000).to(torch.int64).sum()
-        some = x == float(a.flatten()[-1])  # true on one place, which lies anywhere
+        some = x == float(a.flatten()[-1])  # true for one element, on any rank
         assert some.any() and not some.logical_not().all() and some.sum() == 1
     assert torch.equal(x, x.clone()) != bool(a.isnan().any())
 
 
 def assert_same_on_all_ranks(value: Tensor) -> None:
-    """To the last bit."""
+    """Check that a value has the same bits on all ranks."""
     every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(every, value)
     assert all(torch.equal(one.nan_to_num(), every[0].nan_to_num()) for one in every)
@@ -224,7 +224,7 @@ def test_operations_are_those_of_the_whole_tensor(name: str) -> None:
 
 @on_ranks(4)
 def test_lists_may_mix_meshes() -> None:
-    """Tensors on several meshes in one call, as ``torch.nn.utils.clip_grad_norm_`` makes it."""
+    """One call takes tensors of several meshes, as in ``torch.nn.utils.clip_grad_norm_``."""
     wholes, mixed = [], []
     for seed, name in enumerate(CASES):
         case = CASES[name]
@@ -336,7 +336,7 @@ def test_a_local_tensor_of_another_shape_is_not_filled() -> None:
     torch.manual_seed(0)
     other = init_device_mesh("cpu", (1, 4))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "DTensor random operators")  # on a CPU, it says, once
+        warnings.filterwarnings("ignore", "DTensor random operators")  # PyTorch warns once on a CPU
         dtensor(torch.zeros(4, 2), other, [Replicate(), Shard(0)]).uniform_()
     spec = _dtensor.dtensor_spec(
         mesh, (Shard(0), Shard(0)), shape=torch.Size([8]), stride=(1,), dtype=torch.float32
@@ -398,11 +398,11 @@ def test_placements_that_cannot_be_are_named() -> None:
             _ = x.interval
 
 
-# checkpoints
+# Checkpoints
 
 
 class Noting(DefaultSavePlanner):
-    """Keeps the plan of this rank, as it is after deduplication."""
+    """A planner that keeps this rank's plan after deduplication."""
 
     final: SavePlan
 
@@ -412,7 +412,7 @@ class Noting(DefaultSavePlanner):
 
 
 def saved_elements(planner: Noting) -> dict[str, int]:
-    """Elements of each tensor that all ranks together write."""
+    """Return the number of elements of each tensor that all ranks together write."""
     own: dict[str, int] = {}
     for item in planner.final.items:
         assert item.tensor_data is not None
@@ -447,7 +447,7 @@ TARGETS = ["1d", "hsdp", "rows", "copies_and_columns", "dtensor_1d", "dtensor_tp
 @on_ranks(4, timeout_s=120)
 @pytest.mark.parametrize("source", [*CASES, *ORDINARY])
 def test_checkpoints_go_from_any_mesh_to_any_other(source: str) -> None:
-    """Saved as ``source``, loaded in other forms."""
+    """A checkpoint of each form loads into the other forms, and has each element once."""
     folder = shared_folder()
     planner = Noting()
     dcp.save(dict(tensors_of(source)), checkpoint_id=folder, planner=planner)

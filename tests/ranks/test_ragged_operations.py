@@ -1,4 +1,4 @@
-"""Operations of PyTorch on RaggedTensors give what they give on whole tensors, or are refused."""
+"""PyTorch's operations on RaggedTensors give the results of full tensors, or are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEFT_OUT = (*RANDOM, *UNFILLED, "_add_batch_dim", "_remove_batch_dim")
 
 
 def operations(*, on_lists: bool) -> Iterator[Any]:
-    """All overloads of PyTorch's own operations, of those on lists or of the others."""
+    """Yield all overloads of PyTorch's own operations: those on lists, or the others."""
     for full in sorted(torch._C._dispatch_get_all_op_names()):
         space, _, name = full.partition("::")
         name, _, overload = name.partition(".")
@@ -34,7 +34,7 @@ def operations(*, on_lists: bool) -> Iterator[Any]:
 
 
 def arguments_of(op: Any, of: Callable[[int], Tensor]) -> tuple[list[Any], dict[str, Any]] | None:
-    """Arguments for ``op`` by its schema; None if it wants some of another kind."""
+    """Return arguments for ``op`` by its schema; None if an argument has another type."""
     is_list = any(str(argument.type) == "List[Tensor]" for argument in op._schema.arguments)
     args: list[Any] = []
     named: dict[str, Any] = {}
@@ -76,13 +76,13 @@ def alike(ours: Any, theirs: Any) -> bool:
     try:
         pairs = list(tensors_of(ours)), list(tensors_of(theirs))
         torch.testing.assert_close(*pairs, equal_nan=True)
-    except Exception:  # or parts that are of no whole tensor
+    except Exception:  # or the result has pieces of no full tensor
         return False
     return True
 
 
 def outcomes(on_lists: bool, dtype: torch.dtype) -> dict[str, str]:
-    """By operation: alike, wrong, or raised."""
+    """Return by operation: alike, wrong, refused or raised."""
     mesh = init_device_mesh("cpu", (2,))
     count = torch.arange(1, 16).view(5, 3)
     whole = [(count * (seed + 3) % 17 / 20).to(dtype) for seed in range(12)]

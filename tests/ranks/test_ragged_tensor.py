@@ -1,4 +1,4 @@
-"""RaggedTensor: what it shows, what can be done to it, what it refuses, and how it is stored."""
+"""RaggedTensor: attributes, operations, refusals, and state dicts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def set_where(x: Any, y: Any) -> Any:
 
 @on_ranks(1, 2, 3)
 def test_pointwise_operations_run_on_intervals() -> None:
-    """Each result, whole, equals that of the same operation on the whole tensor."""
+    """Pointwise operations give the same result as on the full tensor."""
     x = ragged().blocks[1].weight.detach()
     y = x * 2 + 1
     a, b = x.full_tensor(), y.full_tensor()
@@ -145,7 +145,7 @@ REDUCTIONS: list[Callable[[Tensor], Any]] = [
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_reductions_of_half_dtypes_are_as_wide_as_those_of_torch(dtype: torch.dtype) -> None:
-    """Large sums of small values: in a half dtype they overflow, or stop to grow."""
+    """Large sums of small values overflow, or stop growing, if they are added in a half dtype."""
     plain = nn.Linear(400, 400, dtype=dtype)
     for fill in (1.0, -3.0):
         nn.init.constant_(plain.weight, fill)
@@ -228,7 +228,7 @@ def test_torch_clips_and_scales_its_gradients(norm_type: float, scaler: bool) ->
 
 @on_ranks(1, 2, 3)
 def test_a_whole_tensor_with_the_placement_of_an_interval_is_cut() -> None:
-    """A whole tensor with the placement of an interval, as software makes that does not know it."""
+    """A copy cuts a full tensor that a program unaware of intervals has placed as an interval."""
     model = ragged("element")
     for param in model.parameters():
         want = torch.arange(param.numel(), dtype=param.dtype).view(param.shape)
@@ -285,7 +285,7 @@ def test_whole_and_local_tensors_are_differentiable() -> None:
 
 @on_ranks(1, 2, 3)
 def test_a_model_made_on_the_meta_device_is_filled_loaded_and_cast() -> None:
-    """Filled from a plain, whole state dict, and from one of shards that are assigned."""
+    """A model made on meta loads a full state dict, and another takes its shards by assignment."""
     plain = make()
     with torch.device("meta"):
         model = make()

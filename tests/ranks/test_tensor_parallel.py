@@ -1,4 +1,4 @@
-"""Parameters that are DTensors already: tensor parallelism under data parallelism."""
+"""Parameters that are already DTensors: tensor parallelism inside data parallelism."""
 
 from __future__ import annotations
 
@@ -55,8 +55,11 @@ def train(
     accumulate: int = 1,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
 ) -> list[Tensor]:
-    """Trains on a part of each batch: gradients of the first step, then norms, the optimizer's
-    state and all parameters at the end, whole."""
+    """Train on a part of each batch; return gradients, norms, state and parameters.
+
+    Gradients are those of the first step, and state and parameters those of the end, as full
+    tensors.
+    """
     optimizer = make_optimizer(model.parameters())
     norms = []
     grads: list[Tensor] = []
@@ -95,7 +98,7 @@ def compare(
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     **options: Any,
 ) -> float:
-    """The largest difference to the unsharded model; the last mesh dim is tensor-parallel."""
+    """Return the largest difference to the unsharded model; the last mesh dim is ``tp``."""
     reference = fill(Net(**sizes).double())
     expected = train(reference, 0, 1, accumulate=accumulate)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp", "tp")[-len(shape) :])
@@ -131,7 +134,7 @@ def test_equals_the_unsharded_model(pool: RankPool, case: str, layout: Any) -> N
 
 @both_layouts
 def test_secondary_shards_of_tensor_parallel_parameters(pool: RankPool, layout: Any) -> None:
-    """PyTorch refuses these in forward."""
+    """``reshard_after_forward=<int>`` works with tensor parallelism; PyTorch fails in forward."""
     results = pool.run(4, compare, (4, 1), {}, layout=layout, reshard_after_forward=2)
     assert max(results) <= 1e-12
 
@@ -139,12 +142,12 @@ def test_secondary_shards_of_tensor_parallel_parameters(pool: RankPool, layout: 
 @on_ranks(4)
 @both_layouts
 def test_units_with_local_outputs_are_resharded(layout: Any) -> None:
-    """Whether units are held: after forward, after backward, after a step."""
+    """Units are resharded after forward and backward, also with outputs that are local tensors."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = fill(Net())
     parallelize(model, mesh["tp"])
     for block in model.blocks:
-        fullshard.fully_shard(block.down, mesh=mesh["dp"], layout=layout)  # returns a local tensor
+        fullshard.fully_shard(block.down, mesh=mesh["dp"], layout=layout)  # output is local
     shard(model, fullshard.fully_shard, mesh=mesh["dp"], layout=layout)
     unit = unit_of(model)
     assert unit is not None and unit.engine is not None
@@ -162,7 +165,7 @@ def test_units_with_local_outputs_are_resharded(layout: Any) -> None:
 @on_ranks(4, timeout_s=180)
 @pytest.mark.parametrize("late", [False, True])
 def test_compiled_tensor_parallel_blocks_train_alike(late: bool) -> None:
-    """Without sequence parallelism, which PyTorch 2.13 does not compile, sharded or not."""
+    """Compiled blocks train as others; PyTorch 2.13 cannot compile sequence parallelism."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for compiling in (False, True):
@@ -177,17 +180,14 @@ def test_compiled_tensor_parallel_blocks_train_alike(late: bool) -> None:
         if compiling and late:
             model.blocks[0].compile(backend="aot_eager")
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The .grad attribute")  # Dynamo looks at it
+            warnings.filterwarnings("ignore", message="The .grad attribute")  # Dynamo reads it
             found.append(train(model, mesh["dp"].get_local_rank(), 2))
     assert max((a - b).abs().max().item() for a, b in zip(*found, strict=True)) <= 1e-12
 
 
 @on_ranks(4)
 def test_a_whole_state_dict_is_loaded_into_uneven_parameters() -> None:
-    """PyTorch fails an assertion here.
-
-    A whole state dict, with sizes that divide by nothing.
-    """
+    """A full state dict loads into parameters of uneven sizes; PyTorch fails an assertion here."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Net(**UNEVEN)
     parallelize(model, mesh["tp"])
@@ -219,7 +219,7 @@ def test_the_mesh_of_the_parameters_is_not_one_to_shard_over() -> None:
 
 @pytest.fixture(scope="module")
 def eight() -> Iterator[RankPool]:
-    """Eight processes, for the tests that cannot do with fewer; they end with this module."""
+    """Yield a pool of eight processes, for tests that need eight ranks."""
     with RankPool() as ranks:
         yield ranks
 
@@ -230,7 +230,7 @@ def test_replicas_and_shards_of_tensor_parallel_parameters(eight: RankPool, layo
 
 
 def checkpointed(folder: str, shape: tuple[int, int], sizes: dict[str, Any]) -> bool:
-    """Saved on one mesh, loaded into the same model on another, plain and whole."""
+    """Save from a mesh, load into an unsharded model, and compare."""
     model = fill(Net(**sizes))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     parallelize(model, mesh["tp"])
@@ -243,17 +243,17 @@ def checkpointed(folder: str, shape: tuple[int, int], sizes: dict[str, Any]) -> 
 
 
 def test_checkpoints_of_uneven_parameters_on_eight_ranks(eight: RankPool, tmp_path: Path) -> None:
-    """PyTorch would save wrong offsets."""
+    """Checkpoints of uneven parameters have the right offsets; PyTorch would save wrong ones."""
     shape, sizes = (4, 2), {"dim": 5, "hidden": 9}
     assert all(eight.run(8, checkpointed, str(tmp_path), shape, sizes, timeout_s=120))
     assert max(eight.run(8, compare, shape, sizes, timeout_s=120)) <= 1e-12
 
 
-# the mesh of the parameters has data-parallel dims itself
+# Parameters on a mesh that includes the data-parallel dims
 
 
 def place_on(mesh: DeviceMesh) -> Callable[[str, nn.Module, DeviceMesh], None]:
-    """A partition function: weights of linear layers are cut on the tensor-parallel dim."""
+    """Return a partition function that shards linear layers over the tensor-parallel dim."""
 
     def partition(name: str, module: nn.Module, _: DeviceMesh) -> None:
         for key, param in list(module.named_parameters(recurse=False)):
@@ -296,7 +296,7 @@ def train_mlp(model: nn.Module, mesh: DeviceMesh | None, dp: tuple[str, ...]) ->
 
 
 def dp_number(mesh: DeviceMesh, dp: tuple[str, ...]) -> int:
-    """This rank's number among the data-parallel ones."""
+    """Return this rank's index among the data-parallel ranks."""
     number = 0
     for name in dp:
         number = number * mesh[name].size() + mesh[name].get_local_rank()
@@ -334,7 +334,7 @@ def test_parameters_on_a_full_mesh(
     for block in model.blocks:
         fullshard.fully_shard(
             block,
-            mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),  # equal, another object
+            mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),  # equal, but another object
             dp_mesh_dims=dims,
             layout=layout,
             reshard_after_forward=None,
