@@ -1,4 +1,4 @@
-"""``fully_shard`` itself, beside PyTorch's: arguments, side effects, refusals."""
+"""``fully_shard`` compared with PyTorch's: arguments, side effects, refusals."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def placements(fsdp: Any) -> Any:
         "contiguous": sharded(Shard(1)).weight.to_local().is_contiguous(),
         "no_such_dim": raised(lambda: sharded(Shard(2))),
     }
-    if TORCH >= (2, 13):  # before, PyTorch's looks for attributes of whatever it is given
+    if TORCH >= (2, 13):  # before, PyTorch reads attributes of any value
         seen |= {
             "other": raised(lambda: sharded(Replicate())),
             "number": raised(lambda: sharded(1)),
@@ -244,7 +244,7 @@ def parameters_are_new(fsdp: Any) -> Any:
 
 
 def replicated_inside(fsdp: Any) -> Any:
-    """What ``replicate`` took care of stays out of the unit."""
+    """Shard a module inside of a replicated one, and the reverse: each keeps its own parameters."""
     from torch.distributed._composable import replicate
 
     def of(inner_first: bool) -> Any:
@@ -268,7 +268,7 @@ def small(fsdp: Any) -> Any:
 
 
 def transforms_of_inputs(fsdp: Any) -> Any:
-    """``torch.func`` over the inputs of a model, and a backward after each."""
+    """Transform the inputs of a model with ``torch.func``, each followed by a backward."""
     x = noise(2, 3)
     transforms: list[Any] = [
         lambda model: func.grad(lambda a: model(a).sum())(x),
@@ -281,7 +281,7 @@ def transforms_of_inputs(fsdp: Any) -> Any:
     found = []
     for transform in transforms:
         model = small(fsdp)
-        with left():  # the strict mode, under which torch.func does not work
+        with left():  # the strict mode, which torch.func cannot run under
             value = transform(model)
         model(x.detach()).sum().backward()
         found.append([value, grads(model)])
@@ -289,7 +289,7 @@ def transforms_of_inputs(fsdp: Any) -> Any:
 
 
 def functional_calls(fsdp: Any) -> Any:
-    """The values that a call leaves in its dict are those that the modules had in the forward."""
+    """Train with ``functional_call``, which leaves the values of its forward in its dict."""
     model = small(fsdp)
     params = dict(model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -329,11 +329,11 @@ def test_as_in_pytorch_on_four_ranks(pool: RankPool, program: Any) -> None:
     check_alike(pool, program, world=4)
 
 
-# better
+# Better than PyTorch
 
 
 def functional_calls_again(fsdp: Any) -> Any:
-    """Each with the sharded parameters, also after a forward that has kept the root's unsharded."""
+    """Call a module twice with its sharded parameters, while the first call's root is unsharded."""
     model = small(fsdp)
     params, x = dict(model.named_parameters()), noise(2, 3)
     values = [func.functional_call(model, dict(params), (x,)) for _ in range(2)]

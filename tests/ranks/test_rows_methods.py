@@ -1,4 +1,4 @@
-"""Methods of ``FSDPModule``, and the functions beside it, beside PyTorch's."""
+"""Methods of ``FSDPModule`` and related functions compared with PyTorch's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.versions import new_in_fsdp2
 
 
 def run(model: nn.Module, number: int = 0) -> None:
-    """A backward with data of this rank's own."""
+    """Run a forward and a backward with data of this rank."""
     model(batch(number + 10 * dist.get_rank())).square().sum().backward()
 
 
@@ -74,7 +74,7 @@ def set_requires_all_reduce(fsdp: Any) -> Any:
         run(model, number)
         seen.append(grads(model))
     model.set_requires_all_reduce(False)
-    model.set_requires_gradient_sync(True)  # sets both
+    model.set_requires_gradient_sync(True)  # also sets requires_all_reduce
     run(model, 3)
     flat = shard(fsdp, make())
     flat.set_requires_all_reduce(False)
@@ -237,7 +237,7 @@ def set_symm_mem_for_comm(fsdp: Any) -> Any:
     plain, custom = fsdp.fully_shard(nn.Linear(2, 2)), fsdp.fully_shard(nn.Linear(2, 2))
     custom.set_custom_all_gather(Gather(asynchronous=False))
     refused = [raised(custom.set_symm_mem_for_comm)]
-    if not torch.backends.cuda.is_built():  # else PyTorch takes it, wherever it runs
+    if not torch.backends.cuda.is_built():  # a CUDA build of PyTorch accepts it on any machine
         refused.append(raised(plain.set_symm_mem_for_comm))
     return refused
 
@@ -308,7 +308,7 @@ def register_forward_method(fsdp: Any) -> Any:
 def share_comm_ctx(fsdp: Any) -> Any:
     one, other = shard(fsdp, make()), shard(fsdp, make())
     run(one)
-    run(other)  # PyTorch's breaks where the first forward is still to come
+    run(other)  # PyTorch fails if the first forward comes later
     fsdp.share_comm_ctx([])
     fsdp.share_comm_ctx([one, other])
     run(one, 1)

@@ -1,4 +1,4 @@
-"""Offloading, and tensors that decide how they are gathered, beside PyTorch's."""
+"""Offloading, and tensors with hooks around their all-gather, compared with PyTorch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks.rows import check_alike, each, grads, outcomes, raised, shard
 
 
 class Quiet(Halves):
-    """Writes as PyTorch wants it: unseen by autograd and by version counters."""
+    """A tensor that writes as PyTorch requires: unseen by autograd and by version counters."""
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, dtype: Any, *, out: Tensor | None = None
@@ -57,7 +57,7 @@ def offloaded(fsdp: Any) -> Any:
 
 
 def wrapped(cls: Any) -> Any:
-    """Sizes that divide evenly, for PyTorch's hooks have to pad by themselves."""
+    """Return a model whose sizes divide evenly: with PyTorch, hooks have to pad."""
     model: Any = fill(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)).double())
     for layer in (model[0], model[2]):
         layer.weight = nn.Parameter(cls(layer.weight.detach()))

@@ -1,4 +1,4 @@
-"""What is easy to get wrong, beside PyTorch's: who is the root, ties, sums, graphs, hooks."""
+"""Cases that are easy to get wrong, compared with PyTorch: roots, ties, sums, graphs, hooks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.versions import INTEGER_PARAMETERS, mended_in_fsdp2, new_in_fsdp2
 
 
 def mine(number: int = 0) -> Tensor:
-    """Data of this rank's own."""
+    """Return a batch of this rank."""
     return batch(number + 10 * dist.get_rank())
 
 
 def roots(fsdp: Any) -> Any:
-    """After the root ran, a child may run alone; without a root each child is one."""
+    """Run a child alone after its root, and children without a root, each of which is a root."""
     model = shard(fsdp, make())
     model(mine()).square().sum().backward()
     model.zero_grad()
@@ -87,16 +87,16 @@ def uneven_pieces(fsdp: Any) -> Any:
 
 
 def sums(fsdp: Any) -> Any:
-    """256 + 1 + 1: where both round alike."""
+    """Accumulate 256 + 1 + 1 in the dtypes in which PyTorch and fullshard round alike."""
     seen = []
     dtypes = [None, torch.float32, torch.bfloat16]
     for param_dtype in dtypes:
         for reduce_dtype in dtypes:
             if (param_dtype, reduce_dtype) in ((None, torch.bfloat16), tuple(dtypes[1:])):
-                continue  # PyTorch loses bits, see test_pending_gradients_add_up_in_the_wider_dtype
+                continue  # PyTorch loses bits: see test_pending_gradients_add_up_in_the_wider_dtype
             policy = fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
             model = fsdp.fully_shard(Weighs(), mp_policy=policy)
-            model(torch.full((5,), 0.0)).backward()  # PyTorch fails where nothing ran before
+            model(torch.full((5,), 0.0)).backward()  # PyTorch fails without an earlier forward
             for value, sync in ((256.0, False), (1.0, False), (1.0, True)):
                 model.set_requires_gradient_sync(sync)
                 model(torch.full((5,), value)).backward()
@@ -105,7 +105,7 @@ def sums(fsdp: Any) -> Any:
 
 
 def scales(fsdp: Any) -> Any:
-    """The mean over ranks, in every dtype of reduction; factors where gloo can do them."""
+    """Average over ranks in each dtype of reduction, with the divide factors that gloo supports."""
     seen = {}
     wide = (torch.float16, torch.float64)
     for reduce_dtype in (None, torch.bfloat16, *wide):
@@ -215,7 +215,7 @@ def several_graphs(fsdp: Any) -> Any:
 
 
 def forward_mode(fsdp: Any) -> Any:
-    """The first forward runs inside of a transform, later ones around it."""
+    """Run the first forward inside a transform, and a transform after an ordinary forward."""
     layer = fsdp.fully_shard(linears(1), reshard_after_forward=False)
     x, tangent = noise(2, 3, seed=dist.get_rank()), noise(2, 3, seed=5)
     first = torch.func.jvp(layer, (x,), (tangent,))
@@ -224,7 +224,7 @@ def forward_mode(fsdp: Any) -> Any:
 
 
 def objects_stay(fsdp: Any) -> Any:
-    """The same parameter objects, sharded and whole, through every reshard."""
+    """Compare the parameter objects, sharded and unsharded, after each reshard."""
     layer = fsdp.fully_shard(linears(1))
     sharded = list(layer.parameters())
     layer.unshard()
@@ -289,7 +289,7 @@ class Headed(nn.Module):
 
 
 def lists_of_modules(fsdp: Any) -> Any:
-    """A head that is called by itself, piece by piece, after a forward that left it out."""
+    """Call a head in pieces of its input after a forward that left out the head."""
     seen: list[Any] = []
     for reshard in (True, False):
         model: Any = fill(Headed().double())
@@ -363,7 +363,7 @@ def compiled(fsdp: Any) -> Any:
     whole_model = torch.compile(shard(fsdp, make()), backend="eager")
     found = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
+        warnings.simplefilter("ignore")  # warnings of the compiler
         for one in (model, whole_model):
             one(mine()).square().sum().backward()
             found.append(list(grads(one).values()))
@@ -431,7 +431,7 @@ def test_as_in_pytorch_on_four_ranks(pool: RankPool, program: Any) -> None:
     check_alike(pool, program, world=4)
 
 
-# better
+# Better than PyTorch
 
 
 def child_before_root(fsdp: Any) -> Any:
@@ -517,12 +517,12 @@ def test_inputs_may_be_changed_in_place(pool: RankPool) -> None:
 
 
 def test_second_derivatives_after_a_reshard(pool: RankPool) -> None:
-    # Which of the two depends on what ran before in the process.
+    # PyTorch raises either, depending on earlier programs of the process.
     check_better(pool, second_derivatives, "AssertionError", "RuntimeError")
 
 
 def test_outputs_may_be_hidden(pool: RankPool) -> None:
-    """PyTorch's root reduces nothing, in silence."""
+    """Parameters behind a hidden output get gradients; PyTorch's root silently reduces none."""
     for theirs, ours in pool.run(2, outcomes, hidden_outputs):
         assert theirs == ("nothing raised", [False, False])
         assert ours == ("nothing raised", [True, True])

@@ -1,4 +1,4 @@
-"""Policies, state dicts and the meta device, beside PyTorch's."""
+"""Policies, state dicts and the meta device, compared with PyTorch's."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Record:
 
 
 class Own(dict[str, Any]):
-    """A mapping of the user's own."""
+    """A mapping class of the user."""
 
 
 COUNT = torch.arange(2) if INTEGER_PARAMETERS else torch.arange(2.0)
 
 
 class Probe(nn.Module):
-    """Gives back what it got, next to what it computed."""
+    """A module that records its inputs and returns one of each structure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Probe(nn.Module):
 
 
 def kinds(value: Any) -> Any:
-    """Dtypes, in the structure that holds them."""
+    """Return the dtypes in the structure that holds the tensors."""
     if isinstance(value, Tensor):
         return str(value.dtype)
     if isinstance(value, PackedSequence):
@@ -79,7 +79,7 @@ def kinds(value: Any) -> Any:
 
 def policy_fields(fsdp: Any) -> Any:
     policy = fsdp.MixedPrecisionPolicy()
-    newer = () if TORCH >= (2, 15) else ("param_dtype_override_fn",)  # ours has it on every version
+    newer = () if TORCH >= (2, 15) else ("param_dtype_override_fn",)  # fullshard always has it
     fields = [f.name for f in dataclasses.fields(policy) if f.name not in newer]
     return {
         "fields": [(name, getattr(policy, name)) for name in fields],
@@ -111,7 +111,7 @@ def param_dtype(fsdp: Any) -> Any:
 
 
 def reduce_dtype(fsdp: Any) -> Any:
-    """All values are whole numbers, which no dtype rounds."""
+    """Reduce whole numbers, which no dtype rounds."""
     return [
         probe(fsdp, param_dtype=dtype, reduce_dtype=reduce)
         for dtype in (None, BF16)
@@ -163,7 +163,8 @@ def loads(fsdp: Any) -> Any:
     swapped = [a is b for a, b in zip(params, model.parameters(), strict=True)]
     model(batch()).sum().backward()
     plain = {name: value.full_tensor() for name, value in again.items()}
-    # On a mesh of its own, as whole tensors can be copied to DTensors on those that we shard over.
+    # The mesh has its own name: fullshard copies full tensors to DTensors on the meshes that it
+    # shards over, so PyTorch must not share one.
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(fsdp.__name__,))
     other_model = shard(fsdp, make(), mesh=mesh)
     return [
@@ -205,7 +206,7 @@ def helpers_of_checkpoints(fsdp: Any) -> Any:
 def meta_device(fsdp: Any) -> Any:
     with torch.device("meta"):
         model = shard(fsdp, Net())
-        other = shard(fsdp, Net())  # PyTorch's is of no use after a refusal
+        other = shard(fsdp, Net())  # PyTorch's module is unusable after a refusal
     before = [p.is_meta for p in model.parameters()]
     refused = raised(lambda: other(batch()))
     model.to_empty(device="cpu")
@@ -250,7 +251,7 @@ def test_mappings_keep_their_class(pool: RankPool) -> None:
 
 @dataclasses.dataclass
 class Linked:
-    """Belongs to another, which belongs to it."""
+    """A record that refers to another, which refers back to it."""
 
     value: Any
     derived: Any = dataclasses.field(init=False, default=None)
@@ -266,7 +267,7 @@ class TakesLinked(nn.Linear):
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [None, BF16], ids=str)
 def test_an_argument_that_holds_itself_is_taken(dtype: Any) -> None:
-    """PyTorch's look into dataclasses, too, and refuse those that are deeper than 128."""
+    """A dataclass argument may contain itself; PyTorch refuses nesting deeper than 128."""
     found = []
     for is_sharded in (False, True):
         torch.manual_seed(0)
@@ -294,7 +295,7 @@ def state_of_an_optimizer_after_an_evaluation(fsdp: Any) -> Any:
 
 
 def test_an_evaluation_leaves_the_model_sharded(pool: RankPool) -> None:
-    """PyTorch's root stays whole, and its parameters are unknown to the optimizer."""
+    """An evaluation reshards the root; PyTorch keeps it unsharded, and its state dict fails."""
     for (theirs, whole_root), ours in pool.run(
         2, outcomes, state_of_an_optimizer_after_an_evaluation
     ):

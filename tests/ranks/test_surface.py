@@ -1,4 +1,4 @@
-"""What can be seen of a sharded module from outside: its class, its names, its log lines."""
+"""The outside of a sharded module: its class, names and log lines."""
 
 from __future__ import annotations
 

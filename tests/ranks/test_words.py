@@ -1,4 +1,4 @@
-"""Errors say what is wrong, in our words, and what they advise can be done."""
+"""Errors name the cause in fullshard's terms, and their advice works."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {"per parameter": {}, "ragged": {"layout": 
 both_layouts = pytest.mark.parametrize("layout", list(LAYOUTS))
 
 
-# optimizers that look at more than an element
+# Optimizers that use more than single elements
 
 
 def stepped_by(cls: type[torch.optim.Optimizer], model: Any) -> torch.optim.Optimizer:
-    """An optimizer of the matrices, as Muon takes no others."""
+    """Return an optimizer of the matrices, since Muon accepts no other parameters."""
     return cls([p for p in model.parameters() if p.dim() == 2], lr=0.1)  # type: ignore[call-arg]
 
 
@@ -65,7 +65,7 @@ WANTED = {
 @both_layouts
 @pytest.mark.parametrize("name", list(WANTED))
 def test_optimizers_of_more_than_an_element_are_refused(name: str, layout: str) -> None:
-    """At each step, before it; with the class, a parameter, the reason and what to do."""
+    """Each step is refused before it begins, by class, parameter, reason and alternative."""
     model: Any = shard(make(), **LAYOUTS[layout])
     before = full_parameters(model)
     optimizer = stepped_by(getattr(torch.optim, name), model)
@@ -83,7 +83,7 @@ def test_optimizers_of_more_than_an_element_are_refused(name: str, layout: str) 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", ["LBFGS", "Muon"])
 def test_they_step_what_is_whole_on_every_rank(name: str) -> None:
-    """The advice of the errors."""
+    """Parameters that every rank has in full can be stepped, as the errors advise."""
     mesh = init_device_mesh(
         "cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
     )
@@ -119,7 +119,7 @@ def test_lbfgs_on_a_mix_is_refused() -> None:
 
 @on_ranks(2)
 def test_adafactor_steps_parameters_that_were_ignored() -> None:
-    """The advice of its error."""
+    """Ignored parameters can be stepped, as Adafactor's error advises."""
     plain: Any = make()
     model: Any = copy.deepcopy(plain)
     ignored = [p for p in model.parameters() if p.dim() == 2]
@@ -141,7 +141,7 @@ def test_adafactor_steps_parameters_that_were_ignored() -> None:
 
 @on_ranks(2)
 def test_parameters_of_others_are_left_alone() -> None:
-    """DTensors that we did not shard are not our business."""
+    """Optimizers step DTensors that fullshard did not shard."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
@@ -153,7 +153,7 @@ def test_parameters_of_others_are_left_alone() -> None:
     assert optimizer.state
 
 
-# tied parameters
+# Tied parameters
 
 
 class Tied(nn.Module):
@@ -216,7 +216,7 @@ def blocks(model: Wrapper) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("shards", [parts, part_and_whole, lists, wrappers, policy, blocks])
 def test_ties_between_units_name_both_places(shards: Callable[[Wrapper], None]) -> None:
-    """By their names in the whole model, also where a call was given only a part of it."""
+    """The error has names in the full model, also if a call was given only a part of the model."""
     with pytest.raises(ConfigError, match="tied") as caught:
         shards(Wrapper())
     message = str(caught.value)
@@ -261,7 +261,7 @@ def test_ties_can_be_sharded_as_advised(pool: RankPool, face: str) -> None:
     assert max(pool.run(2, tied_as_advised, face)) <= 1e-12
 
 
-# embeddings of transformers
+# Embeddings of transformers
 
 
 def llama() -> Any:
@@ -316,7 +316,7 @@ def resized(way: str) -> str:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sharded_embeddings_are_not_resized(pool: RankPool, way: str) -> None:
-    """Nor left half changed; a call that changes nothing is allowed."""
+    """A refused resize leaves the model unchanged, and a resize to the same size is allowed."""
     pytest.importorskip("transformers")
     for message in pool.run(2, resized, way):
         assert "20 rows instead of 16, but model.embed_tokens.weight" in message
@@ -344,7 +344,7 @@ def test_embeddings_are_resized_as_advised(pool: RankPool) -> None:
 
 
 def resized_beside() -> None:
-    """Embeddings that no unit owns are not our business."""
+    """Resize embeddings that no unit owns."""
     model = llama()
     ends = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
     fully_shard(model, ignored_params=ends)

@@ -1,4 +1,4 @@
-"""Units that a policy chose train as the unsharded model does."""
+"""Units chosen by a policy train as the unsharded model does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def policy_of(kind: str, model: GPT) -> Any:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("kind", "count"), [("classes", 5), ("sizes", 12), ("custom", 5)])
 def test_training(kind: str, count: int, shared: bool) -> None:
-    """The number of units, and how far from the unsharded model it ends."""
+    """A policy makes the expected number of units, and training equals the unsharded model's."""
     plain = fill(GPT().double())
     if shared:
         plain.blocks[2] = plain.blocks[0]
