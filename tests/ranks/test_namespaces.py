@@ -1,4 +1,4 @@
-"""Training on hosts that share nothing but a network: network namespaces, made for the test."""
+"""Training on hosts that share only a network: network namespaces that the test creates."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TIMEOUT_S = 120.0
 
 
 def train(process: int, names: Sequence[str], folder: str) -> None:
-    """One step; how far it is from that of the unsharded model, who is near whom, what was sent.
+    """Train a step; write its difference to the unsharded model's, the hosts and the bytes sent.
 
-    Then its checkpoint, which is only in memory of the hosts, outlives that of the second one.
+    Afterwards delete one host's copy of a checkpoint in memory, and load the checkpoint.
     """
     enter(names[process // PER_HOST])
     torch.set_num_threads(1)
@@ -79,7 +79,7 @@ def test_a_step_on_two_hosts_of_two_ranks(tmp_path: Path) -> None:
         for process in context.processes:
             ending.callback(process.kill)
         deadline = time.monotonic() + TIMEOUT_S
-        while not context.join(1.0):  # raises what a rank raised
+        while not context.join(1.0):  # raises the exception of a rank
             assert time.monotonic() < deadline, "the ranks hang"
     for rank in range(WORLD):
         said = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -1,4 +1,4 @@
-"""Who takes part in exchanges through shared memory: how ranks meet, strangers among them."""
+"""Ranks meet to exchange through shared memory, and keep other processes out."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.ranks.pool import RankPool, on_ranks
 
 
 def reach(how: str) -> str:
-    """What is used if rank 1 cannot share memory, or must not."""
-    group, patch = dist.new_group(), pytest.MonkeyPatch()  # the default one may have met
+    """Return the transport in use if rank 1 cannot share memory, or is not allowed to."""
+    group, patch = dist.new_group(), pytest.MonkeyPatch()  # the default group may be connected
     with patch.context() as patched:
         patched.setattr(handshake, "_TIMEOUT_S", 0.5 if how.startswith("no calls") else 10.0)
         if group.rank() == 1 and how == "another host":
@@ -69,7 +69,7 @@ def test_if_a_rank_cannot_share_memory_gloo_carries_everything(
 
 
 def first_step_unconnected() -> str:
-    """Train a step on ranks that cannot connect, which they find out after their patience."""
+    """Train a step on ranks that cannot connect, which they notice after their time-out."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handshake, "_TIMEOUT_S", 3.0)
         patch.setenv("FULLSHARD_PATIENCE_S", "0.5")
@@ -89,7 +89,7 @@ def test_a_first_step_outlasts_vain_attempts_to_connect(pool: RankPool) -> None:
     ("own", "found"), [("backend", Native), ("auto", Shared), ("shared", Shared)]
 )
 def test_one_rank_may_ask_for_the_backends_own_collectives(own: str, found: type) -> None:
-    """The transport that ranks find if rank 1 wishes so; and how far means in bf16 are off."""
+    """All ranks use the transport that rank 1 asks for, and sum bf16 in a wider dtype."""
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patched:
         if group.rank() == 1:
@@ -119,7 +119,7 @@ def refused_wish(own: str, *off: str) -> str:
                 patched.setenv(name, "0")
         with pytest.raises(ConfigError) as raised:
             C10d(group, "cpu").connect()
-    assert gather(C10d(group, "cpu"))()  # nothing is lost
+    assert gather(C10d(group, "cpu"))()  # the group still works
     return str(raised.value)
 
 
@@ -136,7 +136,7 @@ def test_memory_that_must_be_shared_and_cannot_is_refused_on_all_ranks(pool: Ran
 
 
 def some_handshakes(world: int) -> Iterator[tuple[Handshake, socket.socket]]:
-    """What ranks that share a process would have, all before anybody called."""
+    """Yield the handshakes of ranks that share a process, before any rank has connected."""
     names = [bytes([rank]) * 16 for rank in range(world)]
     told = [PeerInfo(b"", name, secrets.token_bytes(16), b"", "") for name in names]
     for rank in range(world):
@@ -172,7 +172,7 @@ def met(both: Sequence[tuple[Handshake, socket.socket]]) -> list[bool]:
 
 
 def test_strangers_of_the_same_user_stall_nobody_and_get_no_memory() -> None:
-    """A stranger that says it is a rank gets a nonce and a proof that is worth nothing."""
+    """A stranger that claims to be a rank gets a nonce and a useless proof, but no memory."""
     both = list(some_handshakes(3))
     fd = os.open("/dev/null", os.O_RDONLY)
     strangers = []
@@ -208,7 +208,7 @@ def test_strangers_of_the_same_user_stall_nobody_and_get_no_memory() -> None:
 
 
 def test_a_peer_gets_no_memory_before_it_has_proved_itself() -> None:
-    """Neither if this rank calls it, as a stranger may have taken the name of a dead rank."""
+    """A rank sends no memory to a process that has taken the address of a dead rank."""
     (_, own), (caller, listening) = some_handshakes(2)
     own.setblocking(True)
     own.settimeout(5)
@@ -220,8 +220,8 @@ def test_a_peer_gets_no_memory_before_it_has_proved_itself() -> None:
         assert struct.unpack("=i16s", call.recv(1000))[0] == 1
         call.sendall(struct.pack("=i16s", 0, b"n" * 16))
         said, fds, *_ = socket.recv_fds(call, 1000, 1)
-        assert len(said) == 16 and not fds  # its proof
-        call.sendall(said)  # as good as any other
+        assert len(said) == 16 and not fds  # the caller's proof
+        call.sendall(said)  # a copy proves nothing
         said, fds, *_ = socket.recv_fds(call, 1000, 1)
         assert not said and not fds
         assert not has_met.result()
@@ -243,7 +243,7 @@ def test_versions_that_cannot_connect_are_refused_on_all_ranks() -> None:
 
 
 def test_other_users_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither who calls nor who answers."""
+    """Ranks refuse connections of another user, both as callers and as listeners."""
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     monkeypatch.setattr(handshake, "_TIMEOUT_S", 0.2)
     both = list(some_handshakes(2))
@@ -292,7 +292,7 @@ print(len(seen), got)
 
 
 def meet_often(count: int) -> list[str]:
-    """How the bytes of groups travel that are made while somebody attacks."""
+    """Return the transports of process groups that are created during an attack."""
     found = []
     for _ in range(count):
         group = dist.new_group()

@@ -1,4 +1,4 @@
-"""Exchanges through shared memory: what ends, hangs, differs or is dropped."""
+"""Exchanges through shared memory: lost ranks, time-outs, different calls and memory use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shared(group: dist.ProcessGroup) -> Shared:
 
 
 def long_timeout(hosts: str) -> bool:
-    """Gather in a group that may wait for a year, by ranks that are not there at the same time."""
+    """Gather in a group with a time-out of a year, on ranks that arrive at different times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_HOST", hosts[dist.get_rank()])
         group = dist.new_group(timeout=timedelta(days=365))
@@ -51,7 +51,7 @@ def test_a_group_may_wait_for_a_year(pool: RankPool, hosts: str) -> None:
 
 
 def nbytes_of(memory: Memory) -> int:
-    """What is in memory of the file."""
+    """Return the bytes of the file that are in memory."""
     return 512 * os.fstat(memory._fd).st_blocks
 
 
@@ -66,12 +66,12 @@ def test_any_order_and_size_in_little_memory(seed: int) -> None:
         if len(in_flight) == 3:
             assert in_flight.pop(draw.randrange(3))()
     assert all(finish() for finish in in_flight)
-    # Three of our own in flight, and as many that a neighbour has not told us the end of.
+    # Three exchanges of this rank are in flight, and a neighbor has not confirmed three others yet.
     assert nbytes_of(shared(world_group())._arena.memory) <= 7 * 8 * 70_001 + 65536
 
 
 def sent(source: int, target: int, number: int) -> Tensor:
-    """What goes from one rank to another in one exchange; nothing, now and then."""
+    """Return the bytes that one rank sends another in an exchange, sometimes none."""
     draw = random.Random(f"{source} {target} {number}")
     size = draw.choice([0, 1, 17, 1000, 70_001])
     return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(size + number))
@@ -80,7 +80,7 @@ def sent(source: int, target: int, number: int) -> Tensor:
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("wire", ["1", "0"])
 def test_slices_of_an_exchange_may_have_any_size(world: int, wire: str) -> None:
-    """Exchange bytes of many sizes, while gathers are in flight."""
+    """Bytes of many sizes are exchanged while gathers are in flight."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
         group = dist.new_group()
@@ -97,7 +97,7 @@ def test_slices_of_an_exchange_may_have_any_size(world: int, wire: str) -> None:
 
 
 def unlike_splits() -> str:
-    """Ranks that do not agree on what travels."""
+    """Exchange bytes with ranks that disagree on the sizes."""
     group = dist.new_group()
     lengths = [3, 3] if dist.get_rank() == 0 else [2, 3]
     said = ""
@@ -129,15 +129,15 @@ def test_what_nobody_waits_for_takes_no_memory_for_long() -> None:
 
 @on_ranks(2)
 def test_if_nobody_waits_at_all_memory_is_used_again() -> None:
-    group = dist.new_group()  # the other one's memory has been used before
+    group = dist.new_group()  # the default group's memory has been used before
     wire = C10d(group, "cpu")
     for number in range(4000):
         gather(wire, 10)
         if number % 50 == 0:
             dist.barrier()
     assert gather(wire, 10)()
-    # Each was dropped at once, and others learned of that when they looked for memory. All of them
-    # would take twice as much.
+    # Each gather was dropped at once, and the other rank noticed when it looked for memory. All
+    # gathers together would take twice as much.
     assert nbytes_of(shared(group)._arena.memory) <= 4000 * 128 // 2
     dist.destroy_process_group(group)
 
@@ -174,13 +174,13 @@ def different_sizes() -> None:
         ProtocolError, match=r"exchange 0 .* runs gather of float64, \d+ bytes; this rank"
     ):
         finish()
-    assert gather(wire)()  # the next one is as good as ever
+    assert gather(wire)()  # the next exchange works
 
 
 def different_kinds() -> None:
     wire = C10d(dist.new_group(), "cpu")
     if wire.rank == 0:
-        pending = wire.all_gather([torch.zeros(144)], [torch.zeros(48)])  # as many bytes
+        pending = wire.all_gather([torch.zeros(144)], [torch.zeros(48)])  # the same number of bytes
     else:
         pending = wire.reduce_scatter_mean(torch.zeros(8), torch.zeros(24))
     with pytest.raises(ProtocolError, match=r"runs (gather|reduction) .* runs (gather|reduction) "):
@@ -202,7 +202,7 @@ def open_files() -> int:
 @on_ranks(2)
 def test_all_is_closed_with_the_group() -> None:
     group = dist.new_group()
-    gather(C10d(group, "cpu", Transport.NATIVE))()  # gloo opens files of its own
+    gather(C10d(group, "cpu", Transport.NATIVE))()  # gloo opens its own files
     before = open_files()
     wire = C10d(group, "cpu")
     for numel in (10, 1000, 100_000):
@@ -251,14 +251,13 @@ def test_any_number_may_be_in_flight(count: int) -> None:
     assert gather(wire)()
     before = open_files()
     in_flight = [gather(wire, 10) for _ in range(count)]
-    dist.barrier()  # nobody has read a notice yet
+    dist.barrier()  # no rank has read a notice yet
     assert all(finish() for finish in in_flight)
     assert open_files() == before
 
 
 @on_ranks(3)
 def test_a_rank_may_leave_before_others_read() -> None:
-    """Rank 0 has all it needs, and is gone, when others begin to read what it has told them."""
     wire = C10d(world_group(), "cpu")
     in_flight = [gather(wire, numel) for numel in (100_000, *[10] * 1000)]
     if wire.rank > 0:
@@ -302,7 +301,7 @@ def test_any_number_of_units_may_be_gathered_at_once(face: str) -> None:
 
 @on_ranks(2, 3, 4)
 def test_means_are_right_in_whatever_order_ranks_wait() -> None:
-    """What rank 0 laid out for a mean that it waits for late must stay there."""
+    """The buffer of a mean that rank 0 waits for late keeps its values until then."""
     wire = C10d(world_group(), "cpu")
 
     def values(number: int, rank: int) -> Tensor:
@@ -318,7 +317,7 @@ def test_means_are_right_in_whatever_order_ranks_wait() -> None:
         pending.wait()
     third, fourth = started(3), started(4)
     if wire.rank == 0:
-        fourth[0].wait()  # tells rank 0 that all others have read the first
+        fourth[0].wait()  # tells rank 0 that all other ranks have read the first mean
         fifth, sixth = started(5), started(6)
         order = [third, first]
     else:

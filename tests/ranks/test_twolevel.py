@@ -1,4 +1,4 @@
-"""Exchanges among hosts: ranks of this machine that take each other for ranks of other hosts."""
+"""Exchanges between hosts, simulated by ranks of one machine."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.ranks.pool import RankPool, on_ranks
 
 CLUSTERS = ("ab", "aabb", "aaab", "abac")
 every_cluster = pytest.mark.parametrize("hosts", CLUSTERS)
-"""The hosts of the ranks, a letter each."""
+"""The hosts of the ranks, one letter each."""
 
 
 def wire_on(hosts: str, timeout_s: float = 30) -> C10d:
-    """The wire of a new group on these hosts."""
+    """Return the collectives of a new group on these hosts."""
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     with on(hosts):
         wire = C10d(group, "cpu")
@@ -46,7 +46,7 @@ def wire_on(hosts: str, timeout_s: float = 30) -> C10d:
 
 
 def check_way(group: dist.ProcessGroup, hosts: str) -> None:
-    """Ranks share memory if all hosts have equally many."""
+    """Check that ranks share memory if all hosts have the same number of ranks."""
     way = way_of(group, TransportRequest(Transport.SHARED))
     assert isinstance(way, TwoLevels)
     is_even = len({hosts.count(host) for host in hosts}) == 1
@@ -54,7 +54,7 @@ def check_way(group: dist.ProcessGroup, hosts: str) -> None:
 
 
 def all_kinds(hosts: str, dtype: torch.dtype) -> tuple[float, list[Tensor]]:
-    """The largest error, and what must have the same bits on all ranks."""
+    """Return the largest error, and the means, which must have the same bits on all ranks."""
     wire, worst, means = wire_on(hosts), 0.0, []
     rank, world = wire.rank, wire.world
 
@@ -96,7 +96,7 @@ def test_gathers_and_means(pool: RankPool, hosts: str, dtype: torch.dtype) -> No
 
 
 def several_together(hosts: str) -> bool:
-    """From where the result will be, as units with several buffers do."""
+    """Gather several tensors from their places in the results, as units with several buffers do."""
     wire = wire_on(hosts)
     outputs = [torch.full((wire.world * numel,), torch.nan) for numel in NUMELS]
     own = [output.view(wire.world, -1)[wire.rank] for output in outputs]
@@ -133,7 +133,7 @@ def random_programs(hosts: str, seed: int) -> float:
         group = dist.new_group()
         patched.setattr(shared, "world_group", lambda: group)
         worst = any_order_of_all_kinds(seed)
-        # Sums that nobody waits for go on when the rank does anything else.
+        # Unfinished sums that no rank waits for finish during other calls.
         assert gather(C10d(group, "cpu"))()
     check_way(group, hosts)
     return worst
@@ -146,7 +146,7 @@ def test_ranks_wait_in_any_order_or_never(pool: RankPool, hosts: str, seed: int)
 
 
 def in_flight(hosts: str, count: int) -> None:
-    """Many gathers, started before anybody waits."""
+    """Start many gathers before the first wait."""
     wire = wire_on(hosts)
     started = [gather(wire, 10) for _ in range(count)]
     assert all(finish() for finish in started)
@@ -159,7 +159,7 @@ def test_any_number_may_be_in_flight(pool: RankPool, hosts: str) -> None:
 
 
 def large_ones_of_a_late_rank(hosts: str) -> bool:
-    """More than sockets hold, while one rank starts late, and none waits for what it started."""
+    """Exchange more bytes than sockets hold; one rank starts late, and all ranks wait late."""
     wire = wire_on(hosts)
     if wire.rank == 0:
         time.sleep(0.3)
@@ -169,7 +169,7 @@ def large_ones_of_a_late_rank(hosts: str) -> bool:
     reduction = wire.reduce_scatter_mean(output, source)
     finish = gather(wire, 500_000)
     dist.barrier()
-    time.sleep(0.3)  # the bytes move meanwhile
+    time.sleep(0.3)  # meanwhile the data is sent
     right = finish()
     reduction.wait()
     rows = [part(wire.world * numel, r, torch.float32) for r in range(wire.world)]
@@ -183,7 +183,7 @@ def test_large_exchanges_with_a_late_rank(pool: RankPool, hosts: str) -> None:
 
 
 def sent_in(hosts: str, dtype: torch.dtype) -> list[int]:
-    """Bytes that this rank sends to other hosts for a gather, a reduction and a mean."""
+    """Return the bytes that this rank sends to other hosts for a gather, a reduction and a mean."""
     wire, numel = wire_on(hosts), 1280
     num_hosts = len({*hosts})
     sent: list[int] = []
@@ -197,13 +197,13 @@ def sent_in(hosts: str, dtype: torch.dtype) -> list[int]:
         lambda: wire.all_reduce_mean(ones(1)),
     )
     for start in starts:
-        start().wait()  # labels are compared
+        start().wait()  # compares labels
     broadcast, scatter = _collectives.broadcast, _collectives.scatter
     senders: dict[dist.ProcessGroup, int] = {}
 
     def count(group: dist.ProcessGroup, row: Tensor, root: int) -> None:
         assert group.size() == num_hosts
-        assert senders.setdefault(group, root) == root  # else the two would send in turns
+        assert senders.setdefault(group, root) == root  # two roots would send one after the other
         sent.append((num_hosts - 1) * row.nbytes if root == group.rank() else 0)
 
     def broadcasts(group: dist.ProcessGroup, values: Tensor, root: int) -> Any:
@@ -231,7 +231,7 @@ def sent_in(hosts: str, dtype: torch.dtype) -> list[int]:
 def test_bytes_between_hosts_are_those_of_two_levels(
     pool: RankPool, hosts: str, dtype: torch.dtype
 ) -> None:
-    """A shard goes once to the other host; each rank gets one row from it, sums in fp32."""
+    """A shard goes to the other host once; each rank gets one row of sums in fp32 from there."""
     counts = pool.run(len(hosts), sent_in, hosts, dtype)
     local = len(hosts) // 2
     for host in "ab":
@@ -243,12 +243,11 @@ def test_bytes_between_hosts_are_those_of_two_levels(
         row_nbytes = shard_nbytes if local == 1 else 1280 * 4
         assert gathers == local * (shard_nbytes + 64)
         assert reductions == local * (row_nbytes + 64)
-        assert means == local * (row_nbytes // local + 64)  # each rank one slice
+        assert means == local * (row_nbytes // local + 64)  # one slice for each rank
 
 
 @on_ranks(4)
 def test_memory_is_used_again() -> None:
-    """Bytes of the file of this rank after many exchanges of one size."""
     wire = wire_on("aabb")
     for _ in range(40):
         assert gather(wire, 10_000)()
@@ -272,7 +271,7 @@ def test_a_rank_that_runs_another_collective_is_an_error_everywhere(hosts: str, 
     }[kind]
     with pytest.raises(ProtocolError) as raised:
         start().wait()
-    assert gather(wire)()  # the next one is as good as ever
+    assert gather(wire)()  # the next exchange works
     said = str(raised.value)
     assert f"is for {kind} of float32" in said and "on this rank" in said
 
@@ -281,7 +280,7 @@ def test_a_rank_that_runs_another_collective_is_an_error_everywhere(hosts: str, 
 @pytest.mark.parametrize("kind", ["gather", "reduction", "mean"])
 @pytest.mark.parametrize("hosts", ["aabb", "abab"])
 def test_another_order_on_another_host_is_an_error(hosts: str, kind: str) -> None:
-    """Two collectives of one size, which all ranks know, are exchanged on one host."""
+    """Collectives of equal size that run in another order on another host are an error."""
     wire = wire_on(hosts)
     wires = [wire.labelled(Label(text)) for text in ("unit a", "unit b")]
 
@@ -295,7 +294,7 @@ def test_another_order_on_another_host_is_an_error(hosts: str, kind: str) -> Non
             else one.reduce_scatter_mean(values[:48], values)
         )
 
-    for one in (*wires, *wires):  # in the first round each is new after the one before
+    for one in (*wires, *wires):  # in the first round, the labels are new
         start(one).wait()
     if hosts[wire.rank] == "b":
         wires.reverse()
@@ -319,7 +318,7 @@ def a_rank_leaves(hosts: str, gone: int) -> str:
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "aabb"])
 def test_a_rank_that_is_gone_ends_the_waits_on_all_hosts(pool: RankPool, hosts: str) -> None:
-    """Without a watch, which would find out who it is."""
+    """A lost rank ends the waits of all ranks, without a watch."""
     found = pool.run(len(hosts), a_rank_leaves, hosts, len(hosts) - 1)
     if hosts == "aabb":
         assert "rank 3 of the process group is gone" in found[2]
@@ -330,7 +329,7 @@ def a_rank_is_silent(hosts: str) -> None:
     wire = wire_on(hosts, timeout_s=1)
     assert gather(wire)()
     if wire.rank != 1:
-        # Column mates learn it from gloo, peers by their own time-out, or from the others.
+        # Ranks of other hosts learn it from gloo, ranks of the same host by time-out.
         with pytest.raises(
             LostRankError if hosts == "aabb" else RuntimeError,
             match=r"exchange 1 \(|imed out|timeout|failed",
@@ -345,7 +344,7 @@ def test_a_rank_that_is_silent_is_told_after_the_time_out(pool: RankPool, hosts:
 
 
 def without_memory_for_a_sum(kind: str, is_first: bool) -> str:
-    """Rank 0 has no memory for the sum of its host, once."""
+    """Fail once on rank 0 as it allocates memory for the sum of its host; return the error."""
     wire = wire_on("aabb", timeout_s=9)
     start: Any = {
         "reduction": lambda x: wire.reduce_scatter_mean(x[: len(x) // 4], x),
@@ -366,7 +365,7 @@ def without_memory_for_a_sum(kind: str, is_first: bool) -> str:
         except (MemoryError, LostRankError) as error:
             said = f"{type(error).__name__}: {error}"
         dist.barrier()
-    values = torch.full((4000,), float(wire.rank))  # the next one is as good as ever
+    values = torch.full((4000,), float(wire.rank))  # the next exchange works
     start(values).wait()
     assert values[0] == 1.5
     return said
@@ -380,7 +379,7 @@ def test_a_rank_that_cannot_add_up_its_host_fails_alike_everywhere(
     own, mate, column, other = pool.run(4, without_memory_for_a_sum, kind, is_first)
     assert own == "MemoryError: no memory for a sum"
     assert "LostRankError: rank 0 of the process group failed in" in column
-    if kind == "mean":  # all need the slice of rank 0
+    if kind == "mean":  # all ranks need the slice of rank 0
         assert "rank 0 of the process group failed" in mate
         assert "rank 2 of the process group failed" in other
     else:
@@ -388,7 +387,7 @@ def test_a_rank_that_cannot_add_up_its_host_fails_alike_everywhere(
 
 
 def without_a_start() -> str:
-    """A gather of rank 0 does not start."""
+    """Fail to start a gather on rank 0; return the error."""
     wire = wire_on("aabb", timeout_s=3)
     assert gather(wire, 5)() and gather(wire, 5)()
 
@@ -409,11 +408,11 @@ def test_a_gather_that_does_not_start_fails_on_all_hosts(pool: RankPool) -> None
     own, mate, *others = pool.run(4, without_a_start)
     assert "no connection" in own and "no connection" in mate
     assert "rank 0 of the process group failed" in mate
-    assert all(others)  # after their time-out
+    assert all(others)  # after the time-out
 
 
 def in_inference_mode(hosts: str) -> bool:
-    """A mean that is begun in inference mode, and one that goes on there."""
+    """Begin one mean in inference mode, and finish another one there."""
     wire = wire_on(hosts)
     values = torch.full((7,), float(wire.rank))
     pending = wire.all_reduce_mean(values)
@@ -431,7 +430,7 @@ def test_means_in_inference_mode(pool: RankPool, hosts: str) -> None:
 
 
 def dropped_sums(hosts: str) -> None:
-    """Groups are destroyed while sums are on their way that nobody waits for."""
+    """Destroy groups while sums are in flight that no rank waits for."""
     for _ in range(3):
         wire = wire_on(hosts)
         for _ in range(4):
@@ -449,7 +448,7 @@ def test_a_group_may_end_while_sums_are_on_their_way(pool: RankPool, hosts: str)
 
 
 def leave_at_once(hosts: str) -> bool:
-    """Rank 0 is gone, having what it needs, when the others start to read."""
+    """Leave on rank 0, once it has its data, before the other ranks start to read."""
     wire = wire_on(hosts)
     finish = gather(wire, 300_000)
     if wire.rank > 0:
@@ -465,7 +464,7 @@ def test_a_rank_that_has_what_it_needs_may_leave(pool: RankPool, hosts: str) -> 
 
 
 def trains(hosts: str, face: str) -> float:
-    """Two steps on each rank's own batch; how far the parameters are from the unsharded model's."""
+    """Train two steps; return the largest difference from the unsharded model."""
     plain = make()
     model: nn.Module = copy.deepcopy(plain)
     with on(hosts):

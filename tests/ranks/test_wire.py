@@ -1,4 +1,4 @@
-"""``WirePolicy``: what travels, to the byte, and what arrives, against arithmetic by hand."""
+"""``WirePolicy``: bytes that are sent, and values that arrive, compared with arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ every_transport = pytest.mark.parametrize("transport", [Transport.NATIVE, Transp
 every_codec = pytest.mark.parametrize("name", ["bf16", "int8", "fp8"])
 every_reduction = pytest.mark.parametrize("name", ["bf16", "int8", "fp8", "int4"])
 STEP = {"bf16": 2.0**-8, "int8": 1 / 127, "fp8": 1 / 8, "int4": 1 / 7}
-"""A step of the largest."""
+"""The quantization step of each codec, relative to the largest value of a block."""
 
 
 def sent(wires: Sequence[Recording]) -> dict[str, int]:
-    """Bytes that this rank gave to its wires, by kind, and forget them."""
+    """Return the bytes that this rank sent by kind of collective; forget the calls."""
     found: dict[str, int] = {}
     for call in (call for wire in wires for call in wire.calls):
         found[call.kind] = found.get(call.kind, 0) + call.numel * call.dtype.itemsize
@@ -55,7 +55,7 @@ def sent(wires: Sequence[Recording]) -> dict[str, int]:
 
 
 def both(name: str) -> WirePolicy:
-    """Parameters and gradients by ``name``, but no parameters by int4."""
+    """Return a policy with ``name`` for parameters and gradients; int4 is for gradients only."""
     return WirePolicy("int8" if name == "int4" else name, name)
 
 
@@ -69,10 +69,10 @@ def shard(model: Any, mesh: DeviceMesh | None = None, **options: Any) -> Any:
 
 
 def arrived(codec: Codec, whole: Tensor, layout: str, world: int) -> Tensor:
-    """What arrives of ``whole``, cut as ``layout`` cuts it: blocks begin where pieces begin.
+    """Return ``whole`` as it arrives, in blocks that begin where shards begin.
 
-    In the ragged layout all cuts are between blocks that are counted from the first element, so
-    it is the same in all worlds.
+    Ragged shards are cut only between blocks, which are counted from the first element, so the
+    result is equal for all numbers of ranks.
     """
     pieces = whole.chunk(world) if layout == "per-parameter" else [whole]
     return torch.cat([round_trip(codec, one.reshape(1, -1)).view(-1) for one in pieces]).view(
@@ -99,7 +99,7 @@ def one_layer(wire: WirePolicy, transport: Transport, layout: str, **more: Any) 
 
 
 _PLAIN = {"all_gather": 2 * 8192 * 4, "reduce_scatter": 2 * (8192 + 8) * 4}
-_BLOCKS = 8192 + 4 * 128  # a byte each, and a scale for each 64
+_BLOCKS = 8192 + 4 * 128  # a byte per element, and an fp32 scale per 64 elements
 
 
 @every_transport
@@ -122,11 +122,11 @@ _BLOCKS = 8192 + 4 * 128  # a byte each, and a scale for each 64
 def test_bytes_of_a_step(
     pool: RankPool, transport: Transport, layout: str, text: str, expected: dict[str, int]
 ) -> None:
-    """Two ranks, 16,384 elements: a half is gathered twice, and goes to each rank, with flags."""
+    """A step gathers halves of 16,384 elements twice, and sends a half and flags to each rank."""
     wire = WirePolicy.parse(text) if text else WirePolicy()
     expected = dict(expected)
     if text == "reduce=bf16" and transport is Transport.NATIVE:
-        expected = {"all_to_all": expected["reduce_scatter"]}  # gloo adds up what travels
+        expected = {"all_to_all": expected["reduce_scatter"]}  # gloo sums in the dtype that is sent
     if text.startswith("gather") or not text:
         expected = {**_PLAIN, **expected}
     else:
@@ -140,9 +140,9 @@ def test_bytes_of_a_step(
     [("bf16", 2 * 4104 * 2, 4096 * 2), ("int8", 2 * 4384, 4352), ("int4", 2 * 4384, 4352)],
 )
 def test_bytes_over_replicas(name: str, slices: int, half: int) -> None:
-    """Halves of 8,192 means to either replica, with flags, and then a half of the means.
+    """Over replicas, a rank sends halves of 8,192 means with flags, then its half of the results.
 
-    With int4, these two hops are in int8.
+    With int4, both hops between replicas use int8.
     """
     hop = {"bf16": 2 * 8200 * 2, "int8": 2 * (_BLOCKS + 32), "int4": 2 * 4384}[name]
     expected = {"all_gather": 2 * 8192 * 4 + half, "all_to_all": hop + slices}
@@ -152,9 +152,9 @@ def test_bytes_over_replicas(name: str, slices: int, half: int) -> None:
 
 @on_ranks(2)
 def test_bytes_over_replicas_alone() -> None:
-    """Halves of gradients travel in int4, as over shards, and a half of the means in int8."""
+    """With replicas only, gradients are sent in int4, as over shards, and the means in int8."""
     hops = {"all_to_all": 2 * (8192 // 2 + 2 * 128 + 8 * 4), "all_gather": _BLOCKS}
-    nothing = {"reduce_scatter": (128 * 128 + 8) * 4}  # of one rank
+    nothing = {"reduce_scatter": (128 * 128 + 8) * 4}  # on one rank
     wire = WirePolicy(reduce="int4")
     assert one_layer(wire, Transport.NATIVE, "per-parameter", mesh=mesh_of(2)) == hops | nothing
 
@@ -175,7 +175,7 @@ def test_a_rank_alone_encodes_nothing() -> None:
 
 
 class Watched(nn.Module):
-    """Remembers the parameters that it computed with."""
+    """A module that records the parameters that it computes with."""
 
     def __init__(self, *sizes: tuple[int, ...]) -> None:
         super().__init__()
@@ -190,11 +190,11 @@ class Watched(nn.Module):
 
 SIZES = ((6, 64), (7, 20), (5,), (3, 3, 64), (1, 200))
 LARGE = ((514, 515), (520, 512))
-"""Of two ranks, pieces that are gathered in place, one of them no multiple of a block."""
+"""Two parameters whose shards are gathered in place; one does not divide into whole blocks."""
 
 
 def gathered(name: str, layout: str, sizes: Any, transport: Transport, dtype: Any) -> None:
-    """Check what is computed with against arithmetic, and so against that of all other ranks."""
+    """Check the parameters of forward against arithmetic, and that full parameters stay exact."""
     world, wire = dist.get_world_size(), WirePolicy(gather=name)
     model, codec = Watched(*sizes), wire.gathering
     whole = [weight.detach().clone() for weight in model.weights]
@@ -238,7 +238,7 @@ def test_large_pieces(pool: RankPool, layout: str, transport: Transport) -> None
 @on_ranks(3)
 @every_codec
 def test_a_gather_of_ones_own(name: str) -> None:
-    """It is given the bytes."""
+    """A user's all-gather gets the encoded bytes."""
     model, wire = Watched(*SIZES), WirePolicy(gather=name)
     whole = [weight.detach().clone() for weight in model.weights]
     shard(model, layout=Ragged(), wire=wire)
@@ -251,7 +251,7 @@ def test_a_gather_of_ones_own(name: str) -> None:
 
 
 class Product(nn.Module):
-    """A layer of any dtype."""
+    """A product with a weight of any dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Product(nn.Module):
 @on_ranks(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_other_dtypes_travel_as_they_are(dtype: torch.dtype) -> None:
-    """Of fp64 and complex parameters every bit travels, and of their gradients."""
+    """fp64 and complex parameters and gradients are sent in full precision."""
     plain = Product(dtype)
     model = shard(copy.deepcopy(plain), wire=WirePolicy(gather="int8", reduce="int8"))
     outputs = [one(noise(9, 70, seed=1).to(dtype)) for one in (plain, model)]
@@ -291,7 +291,7 @@ def lossy(model: Any, rank: int, seed: int = 0) -> Tensor:
 def expected_means(
     plain: nn.Module, codec: Codec, layout: str, copies: int, dtype: torch.dtype = FP32
 ) -> dict[str, Tensor]:
-    """The hops by hand: means over the shards of each copy, then over copies, and once more."""
+    """Return the means by hand: over shards, then over replicas, and gathered once more."""
     world = dist.get_world_size()
     shards = world // copies
     by_rank = []
@@ -318,7 +318,7 @@ def grads_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def farthest(model: nn.Module, expected: dict[str, Tensor]) -> float:
-    """The largest difference of a gradient from the expected one, by the largest of that."""
+    """Return the largest error of a gradient, relative to the largest value expected of it."""
     found: dict[str, Any] = grads_of(model)
     return max(
         ((found[name].full_tensor() - grad).abs().max() / grad.abs().max()).item()
@@ -329,7 +329,7 @@ def farthest(model: nn.Module, expected: dict[str, Tensor]) -> float:
 def reduced(
     name: str, layout: str, copies: int, transport: Transport, change: Callable[[Any], None] | None
 ) -> float:
-    """How far from that gradients are, by the largest one."""
+    """Return the largest error of two steps' gradients, relative to the largest expected value."""
     codec = WirePolicy(reduce=name).reducing
     assert codec is not None
     plain = fill(GPT().float())
@@ -359,14 +359,14 @@ def reduced(
 def test_gradients_are_sums_in_fp32_of_what_arrives(
     pool: RankPool, world: int, copies: int, name: str, layout: str, transport: Transport
 ) -> None:
-    """But for the order of sums, after which a mean may round to the other side once more."""
+    """Gradients are exact up to the order of sums, which may change the rounding of a mean."""
     found = pool.run(world, reduced, name, layout, copies, transport, None)
     again = STEP["int8" if name == "int4" and world > copies else name] if copies > 1 else 0
     assert max(found) <= again + 1e-5
 
 
 def over_hosts(name: str, hosts: str) -> float:
-    """The same among ranks that take each other for ranks of other hosts."""
+    """Return the error as ``reduced`` does, for ranks on simulated hosts."""
     group = dist.new_group()
     with on(hosts):
         wire = C10d(group, "cpu")
@@ -415,9 +415,9 @@ def test_other_settings_change_nothing(pool: RankPool, name: str, change: Any) -
 
 @on_ranks(4)
 def test_bf16_gradients_are_summed_in_fp32_where_the_backend_does_not() -> None:
-    """1 + 3 * 2^-8 is 1 in bf16, if added one after the other.
+    """The mean of bf16 gradients of 1 and three times 2^-8 is exact with the policy only.
 
-    The error of a mean of bf16 gradients of 1 and 2^-8, with the policy and without.
+    A sum in bf16 that adds one gradient after the other would be 1.
     """
     grads = torch.tensor([1.0, 2.0**-8, 2.0**-8, 2.0**-8])
     found = []
@@ -435,14 +435,14 @@ def test_bf16_gradients_are_summed_in_fp32_where_the_backend_does_not() -> None:
     assert exact == 0.0 and rounded > 1e-3
 
 
-# Gradients that are absent, frozen, accumulated, not finite; several buckets; the host
+# Gradients that are absent, frozen, accumulated or not finite; several buckets; offload
 
 
 @every_layout
 @every_reduction
 @on_ranks(2, 4)
 def test_absent_gradients_stay_absent(name: str, layout: str) -> None:
-    """Which parameters have no gradient, with a policy and without; and steps that were taken."""
+    """The same parameters have no gradient with a policy as without one."""
     found = []
     for policy in (both(name), WirePolicy()):
         model = fill(OddModel())
@@ -460,12 +460,11 @@ def test_absent_gradients_stay_absent(name: str, layout: str) -> None:
 @every_reduction
 @pytest.mark.parametrize("deferred", [False, True])
 def test_accumulation(name: str, layout: str, deferred: bool) -> None:
-    """Each of three roundings is off by at most half a step of the largest gradient of its rank.
+    """Two backwards add up, the first without a reduction, or without one over replicas.
 
-    That of a rank may be larger than the mean, here by less than 8. With int4 this would bound
-    nothing; seen was 0.12.
-
-    Two passes, the first without synchronisation (or not over replicas), against one exact.
+    Each of three roundings is off by at most half a step of the largest gradient of its rank. This
+    gradient may be larger than the mean, here by less than a factor of 8. With int4 the bound would
+    allow any value; the largest measured error is 0.12.
     """
     most = 0.2 if name == "int4" else 3 * STEP[name] / 2 * 8
     plain = fill(GPT().float())
@@ -486,7 +485,7 @@ def test_accumulation(name: str, layout: str, deferred: bool) -> None:
 @on_ranks(3)
 @every_reduction
 def test_frozen_after_sharding(name: str) -> None:
-    """A unit in which a parameter is frozen after sharding reduces the others as blocks, too."""
+    """A unit reduces its other parameters in blocks after one of them is frozen."""
     plain = fill(nn.Sequential(nn.Linear(50, 30), nn.Linear(30, 9, bias=False)))
     model = shard(copy.deepcopy(plain), wire=WirePolicy(reduce=name))
     worst = 0.0
@@ -504,7 +503,7 @@ def test_frozen_after_sharding(name: str) -> None:
 @every_reduction
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_gradients_that_are_not_finite(name: str, layout: str, bad: float) -> None:
-    """Whether what is bad on one rank is so everywhere, the rest is not, and flags survive."""
+    """NaN and infinity reach all ranks, in their block only, and presence flags survive."""
     model = Watched((4, 64), (4, 64), (3, 64))
     shard(model, mesh_of(2), layout=LAYOUTS[layout], wire=WirePolicy(reduce=name))
     loss = model(torch.ones(1))
@@ -531,7 +530,7 @@ def test_weights_that_are_not_finite(name: str) -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters of two dtypes, and so two buckets, which move together."""
+    """A module with parameters of two dtypes, and so two buckets that are exchanged together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -544,7 +543,10 @@ class Mixed(nn.Module):
 @on_ranks(2)
 @every_reduction
 def test_several_buckets(name: str) -> None:
-    """Small, but by no bound: the loss is not linear in the weights, which are rounded."""
+    """Two buckets reduce together with small errors.
+
+    The bounds are measured: the loss is not linear in the weights, which are rounded.
+    """
     model = fill(Mixed())
     plain = copy.deepcopy(model)
     shard(model, reshard_after_forward=True, wire=both(name))
@@ -559,7 +561,7 @@ def test_several_buckets(name: str) -> None:
 @every_layout
 @every_reduction
 def test_shards_on_the_host(name: str, layout: str) -> None:
-    """Bit for bit as without."""
+    """Training with offload gives the same bits as without."""
     found = []
     for bus in (nullcontext(), a_bus(pinned=False)):
         with bus:
@@ -578,7 +580,7 @@ def test_shards_on_the_host(name: str, layout: str) -> None:
 @on_ranks(4)
 @every_codec
 def test_secondary_shards(name: str) -> None:
-    """What is gathered again in backward, from a few ranks, is what was computed with before."""
+    """Gradients are equal if backward gathers from secondary shards."""
     seen = []
     for after in (True, 2):
         model = fill(GPT().float())
@@ -590,7 +592,7 @@ def test_secondary_shards(name: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
 
 
-# The flat face, and what does not go together
+# FullyShardedDataParallel, and refusals
 
 
 def flat_training(name: str, original: bool, copies: int) -> float:
@@ -616,15 +618,16 @@ def flat_training(name: str, original: bool, copies: int) -> float:
 
 
 LOST = {"bf16": 2.0**-8, "int8": 0.05, "fp8": 0.1, "int4": 0.2}
-"""Norms of errors in the flat face, by norms of gradients."""
+"""The largest norm of an error of FullyShardedDataParallel, relative to the gradient's norm."""
 
 
 @every_reduction
 @pytest.mark.parametrize(("original", "copies"), [(True, 1), (False, 1), (True, 2)])
 def test_the_flat_face(pool: RankPool, name: str, original: bool, copies: int) -> None:
-    """Of one flat parameter, blocks have elements of neighbours, which may be much larger.
+    """Gradients of FullyShardedDataParallel have small errors.
 
-    With replicas, means are rounded twice more, but not to int4.
+    In one flat parameter, a block may have elements of a neighbor, which may be much larger. With
+    replicas, means are rounded twice more, but not to int4.
     """
     most = LOST if original else LOST | {"int8": 0.3, "int4": 0.4}
     assert max(pool.run(2 * copies, flat_training, name, original, copies)) <= most[name]
@@ -648,7 +651,7 @@ def test_refusals() -> None:
 @every_transport
 @pytest.mark.parametrize("name", ["gather", "reduce"])
 def test_ranks_with_different_policies(name: str, transport: Transport) -> None:
-    """One rank has another policy: all are told so, and what each has."""
+    """All ranks raise an error with the policy of the rank that has another one."""
     plain = nn.Linear(64, 64)
     policy = WirePolicy(**({name: "int8"} if dist.get_rank() == 1 else {}))
     with recordings(transport):
@@ -658,11 +661,11 @@ def test_ranks_with_different_policies(name: str, transport: Transport) -> None:
     assert f"wire {name}=int8" in str(raised.value)
 
 
-# Errors that are measured
+# Measured errors
 
 
 def measured(name: str, layout: str, copies: int) -> tuple[Any, ...]:
-    """What is told, and what it is by arithmetic for this rank's parts; nothing else is sent."""
+    """Return the reported errors, an expected one by arithmetic, and if the check sent nothing."""
     wire = both(name)
     with recordings(Transport.NATIVE) as wires:
         model = shard(
@@ -704,5 +707,5 @@ def test_errors_are_told(pool: RankPool, world: int, copies: int, name: str, lay
         if copies < world:
             assert found.gathered == pytest.approx(expected, rel=1e-5)
         else:
-            assert found.gathered is None  # nothing is cut
+            assert found.gathered is None  # nothing is sharded
         assert found.reduced is not None and size[0] < found.reduced < size[1]
