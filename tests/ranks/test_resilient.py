@@ -1,4 +1,4 @@
-"""Jobs that go on after a fault, in one process: what they leave behind."""
+"""Jobs that resume after a fault in the same process: memory and groups are released."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ from tests.ranks.pool import RankPool, on_ranks
 def test_transferred_state_that_is_never_loaded_is_removed_from_memory(
     tmp_path: Path, error: type[Exception] | None
 ) -> None:
-    """Transfer the state of a first step to an attempt that ends, by ``error``, before it loads it.
-
-    Returns:
-        The number of files in memory during that attempt, and after it.
-    """
+    """State that is transferred to a second attempt is deleted if the attempt never loads it."""
     memory = tmp_path / "memory"
     memory.mkdir()
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -63,7 +59,7 @@ def test_transferred_state_that_is_never_loaded_is_removed_from_memory(
 
 
 def models_of_the_attempt_before(path: Path) -> list[bool]:
-    """Fail in a hook of a module; return which models are alive as the next attempt begins."""
+    """Fail in a hook of a module; return which models are alive in the next attempt."""
     store = dist.FileStore(str(path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     made: list[weakref.ref[nn.Module]] = []
@@ -88,13 +84,13 @@ def models_of_the_attempt_before(path: Path) -> list[bool]:
 def test_the_model_of_an_attempt_is_gone_when_the_next_begins(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    """PyTorch calls hooks in a function whose closure has the module, and no traceback drops it."""
+    """The model is freed, though PyTorch calls hooks in a closure that a traceback keeps alive."""
     found = pool.run(1, models_of_the_attempt_before, tmp_path, process_group=False)
     assert found == [[False]]
 
 
 def wait_for_who_leaves() -> bool:
-    """Rank 1 leaves the job, but something of its user's holds the group."""
+    """Let rank 1 leave the job while a variable holds its group; rank 0's collective must fail."""
     held, store = dist.group.WORLD, dist.PrefixStore("leaves", _world.default_store())
     if dist.get_rank() == 1:
         leave(None)
@@ -112,7 +108,7 @@ def test_who_leaves_wakes_the_others_even_if_something_holds_its_group(pool: Ran
 
 
 def test_a_store_that_is_gone_is_told_with_what_to_use_instead() -> None:
-    """No file: who is killed while writing to it hangs all others."""
+    """The error recommends no FileStore: a rank killed while it writes would block the others."""
     kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     member = Membership(dist.TCPStore("127.0.0.1", kept.port, is_master=False), 0, limit_s=1.0)
     del kept

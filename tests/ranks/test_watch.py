@@ -1,4 +1,4 @@
-"""A fault on one rank: who is told what, and what the model is worth afterwards."""
+"""A fault on one rank: the errors of all ranks, and the weights afterwards."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WIRES = ["1", "0"]
 
 
 def left_out(face: str, layout: str) -> dict[str, Tensor]:
-    """Train as ``faulty`` does, but leave the steps with faults out."""
+    """Train as ``faulty`` does, but without the steps that have faults."""
     model = tower(face, layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in (0, 1, 3, 5):
@@ -63,7 +63,7 @@ def left_out(face: str, layout: str) -> dict[str, Tensor]:
 
 
 def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
-    """Train with a fault on rank 1 in two of the steps; return what was raised here."""
+    """Train with a fault on rank 1 in two of the steps; return the errors of this rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
         patch.setenv("FULLSHARD_PATIENCE_S", "3")  # heartbeats may be late on a loaded machine
@@ -86,12 +86,12 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
 
 
 def half_stepped(path: Path, layout: str, wire: str, clips: bool, late: int = -1) -> list[str]:
-    """Fail on rank 1 after the last collective of step 2; go on from a checkpoint.
+    """Fail on rank 1 after the last collective of step 2; resume from a checkpoint.
 
-    Rank ``late`` comes to clip when the others know of it already.
+    Rank ``late`` clips after the other ranks know of the fault.
 
     Returns:
-        What was raised here, in steps 2 and 3.
+        The errors of this rank in steps 2 and 3.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
@@ -108,7 +108,7 @@ def half_stepped(path: Path, layout: str, wire: str, clips: bool, late: int = -1
             x = noise(3, 6, seed=10 * number + dist.get_rank()).requires_grad_()
             if fails:
                 x.register_hook(raises)
-            model(1 * x).square().sum().backward()  # the hook runs after all of the model's
+            model(1 * x).square().sum().backward()  # the hook runs after all hooks of the model
             if number == 2 and dist.get_rank() == late:
                 wait_for_the_end_of(era)
             if clips:
@@ -152,9 +152,9 @@ def test_a_step_that_only_some_ranks_end_is_told_on_all(
 
 
 def test_who_comes_late_to_clip_leaves_it_out(pool: RankPool, tmp_path: Path) -> None:
-    """Ranks wait for the norm, so all of them can drop the step.
+    """All ranks drop a step whose norm they wait for, also a rank that comes late to clip.
 
-    What a rank issues after its step was dropped is not counted among what comes next.
+    Collectives that a rank issues after its step was dropped do not count for the next step.
     """
     told = pool.run(3, half_stepped, tmp_path / "step-000001", "rows", "1", True, 2)
     for rank in (0, 2):
@@ -194,10 +194,10 @@ def test_a_step_that_fails_on_one_rank_is_left_out_by_all(
 
 
 def late_for_a_fault(late: list[int], leaves: list[int]) -> list[str]:
-    """Rank 1 fails in two steps, which ``late`` ranks begin once the others have dropped them.
+    """Fail on rank 1 in two steps, which ``late`` ranks begin after the other ranks dropped them.
 
-    Those are of another replica: the forwards of ranks 0 and 1 need nothing of them. The
-    ranks of ``leaves`` keep another model, and an output that nobody needs.
+    The late ranks belong to another replica, so the forwards of ranks 0 and 1 do not wait for them.
+    The ranks in ``leaves`` also keep another model and an unused output of it.
     """
     kept = (other := tower("fully_shard", "rows"))(noise(3, 6, seed=7)) if leaves else None
     if leaves and dist.get_rank() not in leaves:
@@ -236,7 +236,7 @@ def test_who_comes_late_leaves_out_the_step_that_others_dropped(
 
 @on_ranks(1, process_group=False)
 def test_a_step_that_is_dropped_issues_nothing_more() -> None:
-    """A watch ends the era between the beginning of an action and its collective."""
+    """An action whose era ends before its collective does not issue the collective."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mp_policy=half)
@@ -270,7 +270,7 @@ def test_waits_on_every_group_can_be_ended() -> None:
 
 
 def meet_who_failed() -> str:
-    """Rank 1 fails as rank 0 waits to meet it, and does not come before the next era."""
+    """Fail on rank 1 while rank 0 waits to connect; rank 1 connects in the next era."""
     store, said = dist.PrefixStore("meets later", _world.default_store()), ""
     begin()
     group = dist.new_group()
@@ -305,12 +305,12 @@ def fail_as_ranks_meet(group: dist.ProcessGroup, store: dist.Store) -> None:
 
 
 def test_a_fault_ends_a_meeting(pool: RankPool) -> None:
-    """Ranks that do not come may wait in another group for the ranks that meet."""
+    """A fault ends a wait for ranks to connect; the missing rank may wait in another group."""
     assert pool.run(2, meet_who_failed) == ["rank 1 failed", ""]
 
 
 def never_come() -> str:
-    """Rank 1 does not come to a meeting within the time-out of the group; no watch runs."""
+    """Let rank 1 miss a connection within the group's time-out, without a watch."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     assert isinstance(group, dist.ProcessGroup)
     said = ""
@@ -331,7 +331,7 @@ def test_a_rank_that_never_meets_is_named(pool: RankPool) -> None:
 
 
 def gathered_after(fault: str) -> str:
-    """Rank 1 fails in a step, and all gather the weights next, instead of another step."""
+    """Fail on rank 1 in a step, then gather the weights on all ranks instead of another step."""
     model = tower("fully_shard", "rows")
     inner: Any = model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -356,7 +356,7 @@ def test_weights_are_gathered_right_after_a_failure(pool: RankPool, fault: str) 
 
 
 def lose_the_model(fails: list[int]) -> str:
-    """Fail in a step on ``fails``, forget the model, and go on with another one."""
+    """Fail in a step on ``fails``, delete the model, and train another model."""
     model: Any = tower("fully_shard", "rows")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.fault = "forward" if dist.get_rank() in fails else ""
@@ -381,7 +381,7 @@ def test_a_failure_is_known_when_its_model_is_gone(pool: RankPool) -> None:
 
 
 class Ends:
-    """A recorder for which another rank's fault is known when a backward ends."""
+    """A recorder that reports another rank's fault when a backward ends."""
 
     def record(self, event: Event) -> None:
         if isinstance(event.trigger, TaskEnd):
@@ -392,7 +392,7 @@ class Ends:
 def test_no_rank_goes_on_with_a_step_that_others_drop() -> None:
     model = tower("fully_shard", "rows")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model.set_requires_gradient_sync(False)  # so that nothing waits at the end
+    model.set_requires_gradient_sync(False)  # so that the end of backward waits for nothing
     engine_of(model).recorder = Ends()
     loss = model(noise(3, 6, seed=dist.get_rank())).square().sum()
     with pytest.raises(PeerError, match="rank 7 failed"):
@@ -405,7 +405,7 @@ def test_no_rank_goes_on_with_a_step_that_others_drop() -> None:
 
 
 def fail_alike(late_s: float) -> int:
-    """All ranks fail at the same place: nobody is in the way of anybody.
+    """Fail on all ranks at the same place, so that no rank waits for another; return the failures.
 
     Rank 1 fails 1 s later if its reports arrive ``late_s`` later.
     """
@@ -459,9 +459,9 @@ class Fails(Wrapper):
 
 
 def ends_late(face: str) -> list[str]:
-    """Rank 0 ends each step 1.5 s after its last collective; rank 1 fails in two of the next.
+    """End each step on rank 0 1.5 s late; fail on rank 1 in two of the steps after these.
 
-    It fails before its first gather, which needs rank 0.
+    Rank 1 fails before its first gather, which needs rank 0.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", "3")
@@ -474,7 +474,7 @@ def ends_late(face: str) -> list[str]:
 
         def late_end(self: Step, error: Any = None, **how: bool) -> None:
             if how.get("trained") and dist.get_rank() == 0:
-                time.sleep(1.5)  # the status of the next round shows this step open
+                time.sleep(1.5)  # the next round still sees this step as open
             end(self, error, **how)
 
         patch.setattr(Step, "end", late_end)
@@ -498,7 +498,7 @@ def test_no_rank_drops_the_step_before_the_one_that_failed(pool: RankPool, face:
 
 
 def dawdle(wire: str) -> str:
-    """Rank 1 comes late."""
+    """Train while rank 1 is late for one step; return the log."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
         patch.setenv("FULLSHARD_PATIENCE_S", "0.5")
@@ -520,14 +520,14 @@ def _load_slowly() -> None:
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_rank_that_is_late_is_told_of_and_waited_for(pool: RankPool, wire: str) -> None:
     for rank, said in enumerate(pool.run(2, dawdle, wire)):
-        assert ("ERROR: " in said) == (rank == 0)  # one line in the output of a job
+        assert ("ERROR: " in said) == (rank == 0)  # one line in the output of the job
         assert "rank 1 has not reached this collective" in said, said
         assert "_load_slowly (" in said, said
         assert re.search(r"rank 0 has waited [\d.]+ s for the gather of unit \(root\)", said), said
 
 
 def in_a_new_job(name: str) -> int:
-    """Make the default process group anew, without a watch; return the port of its store."""
+    """Create the default process group again, without a watch; return the port of its store."""
     rank, world, store = dist.get_rank(), dist.get_world_size(), _world.default_store()
     dist.barrier()
     dist.destroy_process_group()
@@ -541,25 +541,25 @@ def in_a_new_job(name: str) -> int:
 
 
 def connections(port: int) -> set[int]:
-    """The file descriptors of this process's connections to ``port``."""
+    """Return the file descriptors of this process's connections to ``port``."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(name))) as one:
                 if one.family != socket.AF_UNIX and one.getpeername()[1] == port:
                     found.add(int(name))
-        except OSError:  # no socket, not connected, or gone
+        except OSError:  # not a socket, not connected, or closed
             pass
     return found
 
 
 def train_after(then: Callable[[], None]) -> str:
-    """Train a step, call ``then``, and train another; return what was logged.
+    """Train a step, call ``then``, and train another; return the log.
 
-    Ranks that say nothing are lost as soon as they may be.
+    Silent ranks are reported as lost as soon as possible.
     """
     with heard() as said, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FULLSHARD_PATIENCE_S", "0.5")  # so 3 s of silence are too long
+        patch.setenv("FULLSHARD_PATIENCE_S", "0.5")  # 3 s of silence are too long then
         patch.setattr("fullshard.watch.rounds.ANSWER_S", 0.2)
         dist.barrier()
         model = tower("fully_shard", "rows")
@@ -571,16 +571,16 @@ def train_after(then: Callable[[], None]) -> str:
 
 
 def lose_the_store() -> tuple[str, bool]:
-    """Rank 1 loses its connections; rank 0 is late, for longer than ranks may be silent.
+    """Close rank 1's connections to the store, while rank 0 is silent for longer than allowed.
 
     Returns:
-        What was logged here, and whether rank 1 lives, as far as its heartbeat says.
+        The log of this rank, and True if the heartbeat of rank 1 continues.
     """
     port = in_a_new_job("loses the store")
     before = connections(port)
     begin()
     until_s = time.monotonic() + 20.0
-    while len(own := connections(port) - before) < 2:  # one of them for waits
+    while len(own := connections(port) - before) < 2:  # one of them waits
         assert time.monotonic() < until_s
         time.sleep(0.01)
 
@@ -614,7 +614,7 @@ def test_a_connection_to_the_store_that_is_reset_ends_nothing(pool: RankPool) ->
 
 @on_ranks(2)
 def test_a_rank_that_gives_no_sign_of_life_but_lives_is_waited_for() -> None:
-    """Rank 1 calls C code that keeps Python's lock for longer than ranks may be silent."""
+    """Ranks wait for a rank whose C code holds Python's lock longer than ranks may be silent."""
 
     def hold() -> None:
         if dist.get_rank() == 1:
@@ -625,7 +625,7 @@ def test_a_rank_that_gives_no_sign_of_life_but_lives_is_waited_for() -> None:
 
 
 def fork() -> str:
-    """Rank 1 forks children that end as programs do, one by an exception."""
+    """Fork children on rank 1 that end as programs do, one by an exception; return the log."""
     in_a_new_job("forks")
 
     def children() -> None:
@@ -651,7 +651,7 @@ def _fail() -> None:
 
 
 def _forked(end: Callable[[], None]) -> int:
-    """Fork a child that only calls ``end``; return its number."""
+    """Fork a child that only calls ``end``; return its process id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -662,6 +662,6 @@ def _forked(end: Callable[[], None]) -> int:
     return pid
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # the process has threads
 def test_a_forked_child_does_not_speak_for_its_parent(pool: RankPool) -> None:
     pool.run(2, fork)

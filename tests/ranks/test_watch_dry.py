@@ -1,4 +1,4 @@
-"""Dry runs while ranks are watched: other process groups, in the same process."""
+"""Dry runs while ranks are watched: they use other process groups in the same process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks.pool import RankPool
 
 
 def planned() -> str:
-    """Rank 1 runs dry for longer than others have patience, then trains, and fails at last."""
+    """Run dry on rank 1 for longer than ranks wait, then train, and fail in the last step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", "0.5")
         dist.barrier()
@@ -31,7 +31,7 @@ def planned() -> str:
             with dry_world(4):
                 time.sleep(3.0)
         step(model, optimizer, 1)
-        assert not watching.is_over, "it ended"
+        assert not watching.is_over, "the watch ended"
         assert watch.watcher() is watching
         model.fault = "forward" if dist.get_rank() == 1 else ""
         return message_of((PeerError, Trouble), step, model, optimizer, 2)

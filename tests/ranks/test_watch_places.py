@@ -1,4 +1,4 @@
-"""Where a step was left, by what others are told of the rank that it failed on."""
+"""The place of a failure in a step, as other ranks report it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks that run again in backward; of the last one the end is left out then."""
+    """Blocks that are recomputed in backward, where PyTorch ends a recomputation early."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def places() -> list[str]:
 
 
 def left_in(fault: str) -> str:
-    """Fail on rank 1 in the second step; return what is told of it."""
+    """Fail on rank 1 in the second step; return the error of this rank."""
     model, said = tower(), ""
     for number in range(3):
         is_hit = number == 1 and dist.get_rank() == 1
@@ -74,7 +74,7 @@ def test_a_block_that_ran_again_is_not_where_a_later_exception_was_raised(pool: 
 
 @on_ranks(2)
 def test_what_was_caught_is_not_where_a_later_exception_was_raised() -> None:
-    """Catch what one model raises, on all ranks, and train another one."""
+    """After a caught error of one model, training another one reports no place."""
     model, other = tower(), tower()
     model.blocks[0].fault = "backward"
     try:
