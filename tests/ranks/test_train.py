@@ -1,6 +1,6 @@
-"""The command itself, with two workers on a little text: it learns, stops, resumes and fails.
+"""The command with two workers on a little text: it learns, stops, resumes and fails.
 
-These tests start processes of their own: what they test is the start.
+These tests start their own processes, because they test the start.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ OPTIONS = f"--steps {STEPS} --batch 2 --seq 32 --accumulate 2 --save-every 3 --e
 
 @pytest.fixture(scope="module")
 def whole(shell: Shell) -> Outcome:
-    """An uninterrupted run."""
+    """Run the command without interruption."""
     return shell.train("--data", "text", "--out", "whole", *OPTIONS.split())
 
 
 @pytest.fixture(scope="module")
 def stopped(shell: Shell) -> Outcome:
-    """The same run, traced and ended early."""
+    """Run the same command with a trace, and stop it early."""
     options = ["--data", "text", "--out", "stopped", "--trace", *OPTIONS.split()]
     return shell.train(*options, "--stop-after", str(STOP))
 
 
 @pytest.fixture(scope="module")
 def resumed(shell: Shell, stopped: Outcome) -> Outcome:
-    """A copy of it that goes on to the end."""
+    """Resume a copy of the stopped run, to its end."""
     shutil.copytree(shell.folder / "stopped", shell.folder / "resumed")
     return shell.train("--out", "resumed", "--resume")
 
@@ -64,7 +64,7 @@ def test_the_loss_falls_and_every_step_is_recorded(shell: Shell, whole: Outcome)
     assert all(record["tokens_per_s"] > 0 and record["seconds"] > 0 for record in records)
     assert all(0 < record["waiting"] < 1 for record in records)
     assert {record["shard_nbytes"] for record in records} == {2_557_632 * 4 // 2}
-    assert not any("gather_error" in record for record in records)  # no wire was asked for
+    assert not any("gather_error" in record for record in records)  # without --wire
     peaks = [record["peak_memory_nbytes"] for record in records]
     assert peaks == sorted(peaks) and peaks[0] > 100e6
     evaluated = {r["step"]: r["eval_bits_per_byte"] for r in records if "eval_bits_per_byte" in r}
@@ -77,7 +77,7 @@ def test_only_the_first_worker_prints_and_the_end_says_where_all_lies(whole: Out
     assert sum(line.startswith(f"step={STEPS}/{STEPS} loss=") for line in lines) == 1
     assert [line.split()[0] for line in lines[-4:]] == ["metrics", "checkpoints", "plan", "next"]
     assert "a sample of what it writes now:" in lines
-    slow = "evaluating: "  # a line every five seconds, on a loaded machine
+    slow = "evaluating: "  # a line every five seconds on a loaded machine
     assert [line for line in whole.err.splitlines() if not line.startswith(slow)] == []
 
 
@@ -86,7 +86,7 @@ def test_the_run_was_planned_before_and_is_compared_at_its_end(
 ) -> None:
     (told,) = (line for line in whole.out.splitlines() if line.startswith("plan: "))
     assert "of tensors at the peak" in told and "received in a step" in told
-    assert "a step" not in told.replace("received in a step", "")  # no hardware, no times
+    assert "a step" not in told.replace("received in a step", "")  # no hardware, so no times
     plan = json.loads(RunDir(shell.folder / "whole").plan.read_text(encoding="utf-8"))
     assert plan["rest"]["parameters"] == 2_557_632 * 4 // 2
     (compared,) = (line for line in whole.out.splitlines() if line.startswith("plan  "))
@@ -105,7 +105,7 @@ def test_the_run_keeps_its_configuration_and_complete_checkpoints(
 
 
 def assert_same_run(shell: Shell, expected: str, found: str) -> None:
-    """Each step of the two runs, as exactly as the metrics hold it."""
+    """Check that both runs have equal metrics in each step."""
     pairs = zip(shell.metrics(expected), shell.metrics(found), strict=True)
     for left, right in pairs:
         for key in ("step", "loss", "lr", "grad_norm", "eval_bits_per_byte"):
@@ -123,7 +123,7 @@ def test_a_stopped_run_ends_like_an_uninterrupted_one(
 
 
 def report_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The summary that ``fullshard trace FOLDER`` writes; figures of the page are the same."""
+    """Return the summary of ``fullshard trace FOLDER``; check that the page has equal figures."""
     assert main(["trace", str(folder)]) == 0
     assert "report: " in capsys.readouterr().out
     summary: dict[str, Any] = json.loads((folder / "trace/summary.json").read_text())
@@ -146,8 +146,8 @@ def test_each_start_of_a_traced_run_has_a_report_beside_its_plan(
         assert (found["world"], found["missing_ranks"]) == (2, [])
         assert found["steps"]["count"] == steps
         assert len(found["units"]) == 7
-        assert found["plan"]["difference"] is None  # it did what was planned
-        assert found["plan"]["step_s"] is None  # for no hardware, so not in which time
+        assert found["plan"]["difference"] is None  # the run did as planned
+        assert found["plan"]["step_s"] is None  # without hardware, the plan has no times
         assert found["memory"]["planned"]["peak"] == plan["peak"]
         shards = found["memory"]["points"][0][1 + found["memory"]["kinds"].index("parameters")]
         assert shards == plan["rest"]["parameters"]
@@ -174,7 +174,7 @@ def test_a_killed_worker_ends_the_job_and_the_run_resumes_exactly(
         outcome = shell.end_of(job)
     assert outcome.exitcode == 1
     lines = outcome.err.splitlines()
-    while lines[0].startswith("rank 1 ended without a word"):  # what the other worker says of it
+    while lines[0].startswith("rank 1 ended without a word"):  # reported by the other worker
         del lines[0]
     assert "of 2 failed: Signal 9 (SIGKILL)" in lines[0], outcome.err
     assert "--resume  goes on from step-00000" in lines[-1]
@@ -230,7 +230,7 @@ def test_nothing_listens_to_the_network_and_workers_end_when_their_launcher_is_k
         workers = children_of(job.pid)
         assert len(workers) == 2
         found = listening([job.pid, *workers])
-        assert found  # gloo's own
+        assert found  # sockets of gloo
         assert found <= LOOPBACK
         job.kill()
         deadline_s = time.monotonic() + 30
@@ -260,7 +260,7 @@ def test_a_refusal_under_torchrun_is_told_once(shell: Shell) -> None:
     outcome = shell.train("--data", "nowhere", "--out", "refused", program=torchrun(2))
     assert outcome.exitcode != 0
     ours = [line for line in outcome.err.splitlines() if line.startswith("fullshard:")]
-    assert len(ours) == 1  # torchrun adds its own report below
+    assert len(ours) == 1  # torchrun appends its own report
     assert outcome.err.startswith("fullshard: error: --data ")
     assert outcome.out == ""
     assert not (shell.folder / "refused").exists()
@@ -270,12 +270,12 @@ def test_a_failed_worker_ends_the_job_with_its_error_on_top(shell: Shell, stoppe
     run = RunDir(shell.folder / "failing")
     shutil.copytree(shell.folder / "stopped", run.path)
     run.metrics.unlink()
-    run.metrics.mkdir()  # where the first worker writes a file
+    run.metrics.mkdir()  # instead of the first worker's file
     outcome = shell.train("--out", "failing", "--resume")
     assert outcome.exitcode == 1
     lines = outcome.err.splitlines()
     assert "ended without a word" not in outcome.err
-    # What all workers say of it, and that rank 0 is not there to write a trace with.
+    # Reports of other workers, and that rank 0 cannot write a trace.
     said = "rank 0 failed: IsADirectoryError", "rank 0 exited with IsADir", "the trace in"
     while lines[0].startswith(said):
         del lines[0]
@@ -304,7 +304,7 @@ def test_a_damaged_checkpoint_is_passed_over(shell: Shell, whole: Outcome) -> No
 def test_steps_that_are_not_finite_are_skipped_and_too_many_end_the_run(
     shell: Shell, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The end has a trace, too."""
+    """Skipped steps are counted; too many in a row end the run with an error and a trace."""
     options = ["--data", "text", "--out", "diverges", *OPTIONS.split(), "--max-skipped", "2"]
     outcome = shell.train(*options, "--lr", "1e30", "--trace")
     assert outcome.exitcode == 2

@@ -1,4 +1,4 @@
-"""Runs that end early: by ``--patience``, with two workers, and what is left of them."""
+"""Runs of two workers that ``--patience`` ends early, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS = "--data text --steps 40 --batch 2 --seq 32 --lr 0.3 --warmup 4 --eval-
 
 @pytest.fixture(scope="module")
 def impatient(shell: Shell) -> Outcome:
-    """A run that keeps two checkpoints and ends when its held-out loss has risen twice."""
+    """Train until two evaluations are worse; keep the newest and the best checkpoint."""
     options = "--out impatient --save-every 2 --keep 1 --patience 2 --sample off".split()
     return shell.train(*OPTIONS, *options)
 
@@ -29,7 +29,7 @@ def evaluated(shell: Shell, run: str) -> dict[int, float]:
 
 
 def end_by(losses: dict[int, float], patience: int) -> int:
-    """The step after which a run ends that has these held-out losses."""
+    """Return the step after which ``patience`` ends a run with these held-out losses."""
     lowest, waited = float("inf"), 0
     for step, bits in losses.items():
         lowest, waited = (bits, 0) if bits < lowest else (lowest, waited + 1)
@@ -86,7 +86,7 @@ def test_a_run_that_is_interrupted_while_it_waits_ends_at_the_same_step(
     losses = evaluated(shell, "expected")
     end = min(step for step in losses if step == end_by(losses, 2))
     options = "--out halted --save-every 2 --keep 1 --patience 2 --sample off".split()
-    halted = shell.train(*OPTIONS, *options, "--stop-after", str(end - 2))  # one is worse by now
+    halted = shell.train(*OPTIONS, *options, "--stop-after", str(end - 2))  # one evaluation was bad
     assert halted.exitcode == 0, halted.err
     assert f"stopped after step {end - 2} of 40" in halted.out
     outcome = shell.train("--out", "halted", "--resume")

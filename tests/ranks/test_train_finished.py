@@ -1,4 +1,4 @@
-"""``fullshard export`` and ``fullshard generate``, of runs of two workers."""
+"""``fullshard export`` and ``fullshard generate`` for runs of two workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kit.train_tuning import text_of, trainer_of
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import Shell
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers
+pytestmark = pytest.mark.filterwarnings("ignore")  # from peft and transformers
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(config: TrainConfig, losses: dict[int, float], folder: str | None) -> None:
-    """Train steps and save after each, as if it had these held-out losses; export the last."""
+    """Train and save each step with a given held-out loss; export the last step."""
     trainer = trainer_of(config)
     if trainer.world.is_first:
         config.save(RunDir(Path(config.out)).config)
@@ -156,7 +156,7 @@ def test_the_best_or_any_step_can_be_exported_and_only_to_a_new_folder(
 
 
 def small(folder: Path) -> TrainConfig:
-    """A run of our own model on a little text."""
+    """Return the configuration of a run of the built-in model on a little text."""
     shell = Shell.with_a_little_text(folder)
     (folder / "run").mkdir()
     data = str(shell.folder / "text")
@@ -164,7 +164,7 @@ def small(folder: Path) -> TrainConfig:
 
 
 def greedily(config: TrainConfig, text: str, num_tokens: int) -> str:
-    """The most likely tokens, by the whole model and nothing else of the command."""
+    """Return ``text`` and the most likely next tokens, computed with the model alone."""
     model = GPT(SIZES["2m"], max_seq=config.seq)
     checkpoint.load(RunDir(Path(config.out)).checkpoint(3), model)
     read = text_of(config)
@@ -189,7 +189,7 @@ def test_a_text_is_continued_by_the_newest_checkpoint(
         assert err == ""
         return out.removesuffix("\n")
 
-    greedy = said("--temperature", "0", "--tokens", "40")  # more than the model sees at once
+    greedy = said("--temperature", "0", "--tokens", "40")  # more tokens than the model's context
     assert greedy == greedily(config, "def square_1(x):", 40)
     first = said("--tokens", "20", "--temperature", "2")
     assert first.startswith("def square_1(x):") and len(first) > 16
@@ -226,7 +226,7 @@ def test_what_cannot_be_used_is_told_in_one_line(
 
 
 def resumed(config: TrainConfig) -> tuple[set[Any], list[float]]:
-    """The betas of a run that goes on, and the losses of its next steps."""
+    """Resume a run; return its betas and the losses of its next steps."""
     trainer = trainer_of(config)
     first = trainer.resume(RunDir(Path(config.out)))
     records = [trainer.record(trainer.start(step)) for step in range(first + 1, first + 4)]
@@ -243,8 +243,8 @@ def test_a_run_goes_on_with_other_betas_than_its_checkpoint_has(
     betas, losses = pool.run(2, resumed, same)[0]
     other_betas, other_losses = pool.run(2, resumed, changed)[0]
     assert betas == {(0.9, 0.95)} and other_betas == {(0.2, 0.6)}
-    assert losses[0] == other_losses[0]  # of the same weights
-    assert abs(losses[1] - other_losses[1]) > 1e-4  # the step between had other betas
+    assert losses[0] == other_losses[0]  # the same weights
+    assert abs(losses[1] - other_losses[1]) > 1e-4  # the step before had other betas
 
 
 def test_a_run_of_the_command_needs_its_text_no_more(

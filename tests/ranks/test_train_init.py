@@ -1,4 +1,4 @@
-"""``--init FOLDER``: training that begins with somebody's weights and their tokenizer."""
+"""``--init FOLDER``: training from published weights with their tokenizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_of(shell: Shell, folder: Path, out: Path, **options: Any) -> TrainCon
 
 
 def short_of_memory(config: TrainConfig) -> tuple[list[float], list[int | None]]:
-    """The losses where the last rank has memory for one row, from the second step on."""
+    """Train; from step 2 on, the last rank has memory for one row only; return the losses."""
     trainer = trainer_of(config)
     records = [trainer.record(trainer.start(1))]
 
@@ -50,7 +50,7 @@ def short_of_memory(config: TrainConfig) -> tuple[list[float], list[int | None]]
 def test_losses_are_those_of_transformers_in_one_process(
     pool: RankPool, shell: Shell, tmp_path: Path
 ) -> None:
-    """On chats, other models have theirs, too; see ``test_train_tuning``."""
+    """Losses on plain text equal those of transformers; ``test_train_tuning`` compares chats."""
     config = config_of(shell, written(tmp_path, "qwen3"), tmp_path / "run")
     expected = expected_losses(config, alone(config), 2)
     found, bits = pool.run(2, tuned, config, 4, None)[0]

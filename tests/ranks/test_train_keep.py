@@ -1,4 +1,4 @@
-"""``--keep N``: the newest checkpoints and the best one stay, whatever ends the job meanwhile."""
+"""``--keep N``: the newest checkpoints and the best one survive any end of the job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOSSES = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 1.5, 6: 1.0}
 
 
 def saved(out: str, keep: int | None, losses: dict[int, float | None]) -> list[list[str]]:
-    """Save steps, and return the folders that are there after each, apart ones behind a star."""
+    """Save steps; return the checkpoints after each, with a star for copies of the best."""
     config = TrainConfig(out=out, keep=keep)
     model = fully_shard(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -70,7 +70,7 @@ def test_one_is_enough_and_all_are_kept_unless_told_otherwise(
 
 
 def refused(out: str) -> list[str]:
-    """Save a step, then another that no rank can finish; return what is there."""
+    """Save a step, then a step that no rank can finish; return the checkpoints."""
     model = fully_shard(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     saves = Saves(TrainConfig(out=out, keep=1), marks_best=dist.get_rank() == 0)
@@ -160,11 +160,11 @@ def test_a_job_that_is_killed_in_a_save_leaves_an_intact_checkpoint(
     saves.save(model, torch.optim.AdamW(model.parameters()), {}, step=4, on_disk=True)
     saves.wait()
     there = sorted(path.name for path in run.checkpoints.iterdir())
-    assert there == ["latest", "step-000004"]  # what was unfinished went, too
+    assert there == ["latest", "step-000004"]  # the unfinished save is gone
 
 
 def resumed(out: str) -> tuple[int, float, list[int]]:
-    """Go on from what is left; the step, the weight, and the steps that a life finds."""
+    """Resume; return the step, the weight, and the steps of the checkpoints."""
     saves = Saves(TrainConfig(out=out, keep=1), marks_best=dist.get_rank() == 0)
     model = nn.Linear(4, 4, bias=False)
     life = Life(dist.get_rank(), dist.get_world_size())

@@ -1,4 +1,4 @@
-"""``--model hf:CONFIG.json``: causal models of transformers, trained like ours."""
+"""``--model hf:CONFIG.json`` trains causal models of transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "dtype": "bfloat16",  # of published weights; training keeps fp32
+        "dtype": "bfloat16",  # as in published weights; training keeps fp32
     },
     "gpt2": {"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2}
     | {"n_positions": 40, "resid_pdrop": 0.1, "tie_word_embeddings": True},
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_2_workers_goes_on_with_4(
 
 
 def deviation(config: TrainConfig) -> float:
-    """The largest difference of a gradient from the unsharded model's on the whole batch."""
+    """Return the largest difference of a gradient from the unsharded model's on the full batch."""
     architecture = choose_architecture(config)
     build = {"seq": config.seq, "checkpoint_activations": config.checkpoint_activations}
     whole = architecture.build(**build)

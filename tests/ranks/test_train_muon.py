@@ -46,7 +46,7 @@ def losses(config: TrainConfig) -> list[float]:
 
 
 def test_a_run_resumes_exactly_and_in_another_world(pool: RankPool, config: TrainConfig) -> None:
-    """Two workers again, then three in another layout, which read the same rows."""
+    """A run resumes exactly on two workers, and on three workers in another layout."""
     pool.run(2, run, config)
     whole = losses(config)
     assert len(whole) == 4 and whole[-1] < whole[0] - 0.1

@@ -1,6 +1,6 @@
-"""The command with --min-workers: a worker is killed, and the job goes on without it.
+"""The command with --min-workers: the job continues after a worker is killed.
 
-These tests start processes of their own, as one of them is killed.
+These tests start their own processes, because they kill one of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPTIONS = f"--data text --steps {STEPS} --batch 2 --seq 32 --save-every 2 --eval
 
 @pytest.fixture(scope="module")
 def bereft(shell: Shell) -> Outcome:
-    """A run of three workers, of which the first is killed once something is in memory."""
+    """Train with three workers, and kill the first after a save in memory."""
     options = ("--out", "bereft", "--nproc", "3", "--min-workers", "2", *OPTIONS)
     with shell.started(*options, "--save-every", "8", "--memory-every", "2") as job:
         shell.wait_for(RunDir(shell.folder / "bereft").memory / "step-000002")
@@ -40,7 +40,7 @@ def _first_of(launcher: int) -> int:
 
 
 def begun_again(outcome: Outcome) -> int:
-    """Return the step from which the job went on."""
+    """Return the step from which the job resumed."""
     found = re.search(r"resumed on 2 ranks after losing .*; step (\d+) finished", outcome.err)
     assert found, outcome.err
     return int(found[1]) - 1
@@ -50,12 +50,12 @@ def test_a_job_goes_on_when_its_first_worker_is_killed(shell: Shell, bereft: Out
     assert bereft.exitcode == 0, bereft.err
     assert "worker 0 was ended by SIGKILL" in bereft.err
     assert begun_again(bereft) in (2, 4, 6), bereft.err
-    assert not RunDir(shell.folder / "bereft").memory.exists()  # it ended well
+    assert not RunDir(shell.folder / "bereft").memory.exists()  # deleted after a successful end
     assert [record["step"] for record in shell.metrics("bereft")] == list(range(1, STEPS + 1))
 
 
 def test_replicas_that_are_left_lose_no_step(shell: Shell) -> None:
-    """What they have is enough: nothing was saved."""
+    """A surviving replica has all weights: the job continues without a checkpoint."""
     options = "--out halved --nproc 2 --replicas 2 --min-workers 1 --save-every 99".split()
     with shell.started(*OPTIONS, *options, "--steps", "40") as job:
         metrics = RunDir(shell.folder / "halved").metrics
@@ -68,7 +68,7 @@ def test_replicas_that_are_left_lose_no_step(shell: Shell) -> None:
     assert "0 steps were repeated" in outcome.err
     steps = [record["step"] for record in shell.metrics("halved")]
     assert steps == sorted({*steps})
-    assert len({*range(1, 41)} - {*steps}) <= 1  # whose figures were lost with the worker
+    assert len({*range(1, 41)} - {*steps}) <= 1  # figures that were lost with the worker
 
 
 def test_it_is_the_run_that_changes_its_workers_at_the_same_checkpoint(

@@ -40,7 +40,7 @@ from tests.ranks.train_shell import Shell
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # of peft and transformers
+    pytest.mark.filterwarnings("ignore"),  # from peft and transformers
     pytest.mark.usefixtures("own_cache"),
 ]
 
@@ -61,13 +61,13 @@ def needs(way: str) -> None:
 def logits_of(model: Any) -> Tensor:
     tokens = torch.arange(3, 30)[None]
     with torch.no_grad():
-        # Not with eval(), by which bitsandbytes takes kernels of 16 bits for weights of any dtype.
+        # In train mode: after eval(), bitsandbytes uses 16-bit kernels for weights of any dtype.
         found: Tensor = model.train()(input_ids=tokens).logits
     return found
 
 
 def exported(config: TrainConfig, folder: Path) -> Any:
-    """What is in an exported folder, loaded as its users do."""
+    """Load an exported folder as its users do."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert AutoTokenizer.from_pretrained(folder).chat_template is not None
@@ -127,7 +127,7 @@ def test_a_tuning_goes_on_exactly_on_other_ranks_and_layouts(
 
 @pytest.mark.parametrize("way", ["lora", "qlora"])
 def test_checkpoints_have_what_is_trained_alone(pool: RankPool, tmp_path: Path, way: str) -> None:
-    """Names are those of peft's own model in one process; exports load there."""
+    """Checkpoints have only trained tensors, under peft's names, and export the same adapters."""
     needs(way)
     config = config_of(tmp_path, "llama", **WAYS[way], steps=2)
     model = alone(config)
@@ -225,7 +225,7 @@ def test_chats_have_rows_of_their_own_if_asked(tmp_path: Path) -> None:
 
 
 def balanced(config: TrainConfig, path: Path) -> list[tuple[float, float]]:
-    """The losses of steps, and those of transformers for the same rows, with the same weights."""
+    """Return pairs of losses, of a step and of transformers on the same rows and weights."""
     from transformers import AutoModelForCausalLM
 
     trainer = trainer_of(config)
@@ -240,7 +240,7 @@ def balanced(config: TrainConfig, path: Path) -> list[tuple[float, float]]:
             for rank in range(dist.get_world_size()):
                 rows = feed.order.rows(step=step, microbatch=microbatch, rank=rank)
                 tokens, labels = (one[..., :] for one in feed.rows.read(rows).tensors()[:2])
-                # Labels of transformers belong to the token before; the last column has none.
+                # In transformers, a label belongs to the token before; the last column has none.
                 shifted = torch.cat([torch.full_like(labels[:, :1], -100), labels], 1)
                 longer = torch.cat([tokens, tokens[:, :1]], 1)
                 plain = theirs(longer, labels=shifted, output_router_logits=False).loss
@@ -289,7 +289,7 @@ def test_what_belongs_to_the_model_is_exported_with_it(pool: RankPool, tmp_path:
 
 
 class Leaking(nn.Module):
-    """A model that takes positions, and adds a share of the mean of what a row has before."""
+    """A model that takes positions but adds a share of the mean of all earlier tokens of a row."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ def test_a_model_that_reads_across_samples_is_refused(
 
 
 def held(config: TrainConfig) -> dict[str, int]:
-    """Bytes that this rank keeps, of frozen parameters and of others."""
+    """Return the bytes of this rank's frozen and trained parameters."""
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     model = build_sharded_model(config, choose_architecture(config), world)
     kept = {"frozen": 0, "trained": 0}

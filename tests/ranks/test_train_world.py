@@ -1,4 +1,4 @@
-"""What workers tell each other besides training."""
+"""Figures and refusals that workers exchange, in addition to training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_one_refusal_is_everybodys(pool: RankPool, ranks: list[int], answer: str
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often the host reads a number from a tensor: a device would be waited for."""
+    """A mode that counts numbers which the host reads from tensors, waiting for a device."""
 
     count = 0
 
@@ -61,7 +61,7 @@ class Reads(TorchDispatchMode):
 
 
 class FakeRows:
-    """On a device that is a step behind the host."""
+    """A table of figures on a device that is a step behind the host."""
 
     is_here = False
 
@@ -96,7 +96,7 @@ def test_the_host_reads_figures_of_a_step_when_the_next_one_is_issued(
     Path(config.out).mkdir()
     (told, reads), *_ = pool.run(2, trained_a_step_behind, config)
     issued, read = "step issued", "step read"
-    saved = [issued, issued, read, issued, read, read]  # steps 1 to 3: before saving all is read
-    # Steps 4 and 5, the evaluation's own exchange after the last.
+    saved = [issued, issued, read, issued, read, read]  # steps 1 to 3: a save reads all before
+    # Steps 4 and 5, and the exchange of the last evaluation.
     assert told == [*saved, issued, issued, read, read, issued, read]
     assert reads == 0

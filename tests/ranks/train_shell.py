@@ -1,4 +1,4 @@
-"""The command, started as users start it, on one little text."""
+"""The command as users start it, on a little text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from fullshard.train.run.folder import RunDir
 from fullshard.train.run.metrics import read_metrics
 
-TIMEOUT_S = 300.0  # a start takes about ten seconds
+TIMEOUT_S = 300.0  # a start takes ten seconds
 COMMAND = ("-m", "fullshard.cli", "train")
 FROM_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -25,14 +25,14 @@ Job = subprocess.Popen[str]
 
 
 def torchrun(nproc: int) -> tuple[str, ...]:
-    """The program that starts ``nproc`` workers under torchrun."""
+    """Return the arguments that start ``nproc`` workers under torchrun."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}")
     return (*launcher, "-m", "fullshard.train")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command said."""
+    """The exit code and output of a command."""
 
     exitcode: int
     out: str
@@ -41,13 +41,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Shell:
-    """Runs the command in ``folder``."""
+    """A folder in which the command runs."""
 
     folder: Path
 
     @classmethod
     def with_a_little_text(cls, folder: Path) -> Shell:
-        """Writes 20 files into ``folder/text``."""
+        """Write 20 files into ``folder/text``."""
         for number in range(20):
             lines = [f"def square_{n}(x):\n    return x * {n * number}\n" for n in range(100)]
             path = folder / "text" / f"file{number}.py"
@@ -57,8 +57,8 @@ class Shell:
 
     @contextmanager
     def started(self, *options: str, program: tuple[str, ...] = COMMAND) -> Iterator[Job]:
-        """The running command; what is left of it at the end is ended with its workers."""
-        fonts = Path.home() / ".cache" / "matplotlib"  # a new index of fonts costs ten seconds
+        """Start the command and yield it; at the end, terminate it with its workers."""
+        fonts = Path.home() / ".cache" / "matplotlib"  # a new index of fonts takes ten seconds
         environment = {key: v for key, v in os.environ.items() if key not in FROM_A_LAUNCHER}
         environment |= {
             "XDG_CACHE_HOME": str(self.folder / "cache"),
@@ -76,11 +76,11 @@ class Shell:
         try:
             yield job
         finally:
-            job.terminate()  # the launcher takes its workers with it
+            job.terminate()  # the launcher ends its workers
             job.communicate(timeout=TIMEOUT_S)
 
     def end_of(self, job: Job) -> Outcome:
-        """Waits for the end; fails the test after ``TIMEOUT_S``."""
+        """Wait for the end; fail the test after ``TIMEOUT_S``."""
         try:
             out, err = job.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -90,12 +90,12 @@ class Shell:
         return Outcome(job.returncode, out, err)
 
     def train(self, *options: str, program: tuple[str, ...] = COMMAND) -> Outcome:
-        """Runs the command to its end."""
+        """Run the command to its end."""
         with self.started(*options, program=program) as job:
             return self.end_of(job)
 
     def wait_for(self, path: Path) -> None:
-        """Waits until a running command has made ``path``."""
+        """Wait until a running command has made ``path``."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while not path.exists():
             if time.monotonic() > deadline_s:
@@ -103,19 +103,18 @@ class Shell:
             time.sleep(0.01)
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
-        """The records of a run."""
         return read_metrics(RunDir(self.folder / run).metrics)
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that ``pid`` started, as ``ps`` knows them."""
+    """Return the Python processes that ``pid`` started, according to ``ps``."""
     table = _ps("-A", "-o", "pid=,ppid=,comm=")
     rows = [line.split(maxsplit=2) for line in table.splitlines()]
     return [int(own) for own, parent, name in rows if int(parent) == pid and "ython" in name]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and waits for its parent does not."""
+    """Return True if the process runs; False for a zombie."""
     state = _ps("-o", "stat=", "-p", str(pid)).strip()
     return bool(state) and not state.startswith("Z")
 
@@ -125,11 +124,11 @@ def _ps(*options: str) -> str:
 
 
 LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F"}
-"""As ``listening`` returns it."""
+"""Loopback addresses in the form of ``listening``."""
 
 
 def listening(pids: Iterable[int]) -> set[str]:
-    """The addresses, as Linux writes them, on which these processes wait for TCP connections."""
+    """Return the addresses, as Linux writes them, on which these processes listen over TCP."""
     sockets = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
