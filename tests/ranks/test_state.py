@@ -1,4 +1,4 @@
-"""State dicts: what they hold, what loading them does, and that neither disturbs training."""
+"""State dicts: contents, loads, and both in the middle of training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_state_dict_holds_dtensors_that_follow_training() -> None:
 
 
 def trained_state() -> tuple[dict[str, Tensor], Net]:
-    """A state dict with other values, and the unsharded model that has them."""
+    """Return a state dict with other values, and the unsharded model that has these values."""
     other = shard(make(seed_scale=0.2))
     plain = make(seed_scale=0.2)
     state = {name: value.detach().clone() for name, value in other.state_dict().items()}
@@ -46,7 +46,7 @@ def trained_state() -> tuple[dict[str, Tensor], Net]:
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("gradients", [False, True], ids=["parameters", "gradients"])
 def test_what_it_holds_can_be_copied_and_saved(gradients: bool) -> None:
-    """By plain ``copy.deepcopy`` and ``torch.save``, as scripts for one process do."""
+    """``copy.deepcopy`` and ``torch.save`` work, as scripts for one process use them."""
     model = shard(make())
     model(batch()).sum().backward()
     state: dict[str, Any] = model.state_dict()
@@ -153,7 +153,7 @@ def test_a_state_dict_taken_in_the_middle_of_a_forward_disturbs_nothing(
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("where", ["plain"])  # autograd refuses it once saved for backward
+@pytest.mark.parametrize("where", ["plain"])  # elsewhere, autograd has saved weights for backward
 def test_a_load_of_the_same_values_in_the_middle_of_a_forward_disturbs_nothing(
     pool: RankPool, world: int, where: str
 ) -> None:
@@ -169,7 +169,7 @@ def test_a_manual_unshard_outlives_a_state_dict() -> None:
     assert found == []
 
 
-# what torch.distributed.checkpoint asks for
+# Functions of torch.distributed.checkpoint
 
 
 def train_some(steps: int) -> tuple[Net, torch.optim.Optimizer]:
@@ -181,7 +181,7 @@ def train_some(steps: int) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def full_state() -> float:
-    """Full state dict out of one model, into another, and on with both."""
+    """Load the full state dict of one model into another; return how far they are after a step."""
     options = dcp_state.StateDictOptions(full_state_dict=True)
     model, optimizer = train_some(2)
     whole, moments = dcp_state.get_state_dict(model, optimizer, options=options)
@@ -189,7 +189,7 @@ def full_state() -> float:
     assert all(
         type(value) is Tensor and torch.equal(value, expected[n]) for n, value in whole.items()
     )
-    moments = copy.deepcopy(moments)  # or both optimizers would count steps in the same tensors
+    moments = copy.deepcopy(moments)  # otherwise both optimizers count steps in the same tensors
     fresh, its_optimizer = train_some(0)
     dcp_state.set_state_dict(
         fresh, its_optimizer, model_state_dict=whole, optim_state_dict=moments, options=options
@@ -231,11 +231,11 @@ def test_plain_tensors_are_refused_and_a_right_load_repairs(pool: RankPool) -> N
     assert pool.run(2, plain_into_sharded) == [True, True]
 
 
-# state dicts that raise
+# State dicts that raise
 
 
 class Moody(nn.Linear):
-    """Raises in its state dict, and in a load, while ``is_ill``."""
+    """A layer whose state dict and load raise while ``is_ill``."""
 
     is_ill = False
 
@@ -249,7 +249,7 @@ class Moody(nn.Linear):
 
 
 def moody(on_wrapper: bool) -> tuple[nn.Module, Moody]:
-    """The sharded model, which has the other module inside or is one itself."""
+    """Return a sharded module, and the other layer: inside it, or the module itself."""
     inner = Moody(4, 4).double()
     model = nn.Sequential(inner, nn.Linear(4, 4).double())
     return fully_shard(inner if on_wrapper else model), inner
@@ -284,7 +284,7 @@ def test_state_dicts_are_sharded_after_one_that_raised(is_sharded_itself: bool, 
 
 @on_ranks(2)
 def test_a_forward_sees_what_a_load_wrote_before_it_raised() -> None:
-    """The weight is loaded before the extra state raises; the kept copy is stale then."""
+    """A forward uses the loaded weight after a load that raised, not the unsharded copy."""
     model, inner = moody(on_wrapper=False)
     model.set_reshard_after_backward(False)
     ones = torch.ones(2, 4, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""``stream_params``: whole weights in buckets, from every layout to any ranks, and no garbage."""
+"""``stream_params``: full weights in buckets, from every layout to any ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def whole(model: Any) -> dict[str, Tensor]:
 
 
 def streamed(stream: Any) -> dict[str, Tensor]:
-    """All that comes, checked against what was announced."""
+    """Return all streamed tensors, compared with the metadata."""
     found: dict[str, Tensor] = {}
     for number, bucket in enumerate(stream):
         announced = [one for one in stream.metadata if one.bucket == number]
@@ -56,7 +56,7 @@ def from_every_layout(way: str) -> None:
     model = WAYS[way](plain(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     streams = [stream_params(model, bucket_nbytes=size) for size in SIZES]
-    for _ in range(2):  # each loop gives the weights as they are then
+    for _ in range(2):  # each loop gives the current weights
         model(noise(4, 192, seed=1)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -150,7 +150,7 @@ def test_a_tensor_of_an_earlier_bucket_raises() -> None:
 
 @on_ranks(2)
 def test_memory_that_was_given_away_is_not_used_again() -> None:
-    """Neither that of a tensor, nor that of a bucket."""
+    """Neither a tensor's memory nor a bucket's is used again once the user has it."""
     model = WAYS["ragged"](plain(1))
     expected = whole(model)
     kept = {}
@@ -175,7 +175,7 @@ def test_memory_that_was_given_away_is_not_used_again() -> None:
 @pytest.mark.parametrize("ranks", [None, [1]])
 @pytest.mark.parametrize("way", ["rows", "ragged", "flat", "hsdp"])
 def test_two_buckets_are_enough(way: str, ranks: list[int] | None) -> None:
-    """No more than two buckets, whatever a rank has of them."""
+    """A rank holds at most two buckets, also if it only sends."""
     model = WAYS[way](plain(1))
     largest = max(value.nbytes for value in whole(model).values())
     size = largest + 1000
@@ -194,7 +194,7 @@ def test_two_buckets_are_enough(way: str, ranks: list[int] | None) -> None:
         for _ in stream:
             pass
     assert len(stream) > 4
-    # What grew was freed before, so the largest two count.
+    # A smaller buffer is freed before a larger one is allocated, so the two largest count.
     assert sum(sorted(made)[-2:]) <= 2 * size
     gc.collect()
 
@@ -227,7 +227,7 @@ def test_wrong_use_is_refused_by_name() -> None:
             if number == 1:
                 model(noise(4, 192, seed=1)).square().mean().backward()
                 optimizer.step()
-    same(streamed(stream), whole(model))  # it goes on working
+    same(streamed(stream), whole(model))  # the stream still works
     for bucket in stream:
         assert len(bucket)
         break
@@ -240,7 +240,7 @@ def test_wrong_use_is_refused_by_name() -> None:
 
 @on_ranks(2, timeout_s=120.0)
 def test_names_are_those_of_transformers() -> None:
-    """Experts that a model has as one tensor, tied weights, names."""
+    """Names, experts in one tensor and tied weights are those of transformers' checkpoints."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -258,7 +258,7 @@ def test_names_are_those_of_transformers() -> None:
 
 
 def test_a_tensor_without_elements_may_come_first() -> None:
-    """Of a model that is not sharded, with buffers."""
+    """An unsharded model with buffers may begin with a tensor without elements."""
     first = nn.ParameterDict({"empty": torch.empty(0, 3), "full": torch.ones(2)})
     model = nn.Sequential(first, nn.BatchNorm1d(3))
     for size in (7, 64):
@@ -268,10 +268,10 @@ def test_a_tensor_without_elements_may_come_first() -> None:
 @on_ranks(2)
 @pytest.mark.skipif(
     torch.backends.cuda.is_built() and not torch.cuda.is_available(),
-    reason="a build for CUDA asks the driver, which is not there",
+    reason="a CUDA build needs a driver here",
 )
 def test_sharding_and_streaming_make_no_process_groups() -> None:
-    """Rounds on a host with a GPU that the default group, gloo alone, does not serve."""
+    """Streaming makes no process group, even on a host with a GPU that gloo does not serve."""
     made = 0
     new_group = dist.new_group
 

@@ -29,7 +29,7 @@ def test_a_list_of_modules_is_lent_together() -> None:
     with torch.no_grad():
         for part in plain.blocks[:2]:
             next(part.parameters()).add_(2)
-    with unshard_params([inner, model]):  # a unit in both is lent once
+    with unshard_params([inner, model]):  # a unit in both is gathered once
         assert not isinstance(model.scale, DTensor)
     refuses(model, lambda: unshard_params([]).__enter__(), "got no module")
     refuses(model, lambda: unshard_params(wrong).__enter__(), "got int, expected a")

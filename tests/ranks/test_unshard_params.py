@@ -1,4 +1,4 @@
-"""``unshard_params``: every combination, held against the same edits of plain tensors."""
+"""``unshard_params``: every combination of options equals the same edits of plain tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 @dataclass
 class Reference:
-    """What the parameters and gradients must be, in plain tensors."""
+    """The expected parameters and gradients as plain tensors."""
 
     params: dict[str, Tensor]
     grads: dict[str, Tensor | None] = field(default_factory=dict)
@@ -50,13 +50,13 @@ class Reference:
 
 
 def locals_of(model: nn.Module) -> list[Tensor]:
-    """Copies of what this rank holds of parameters and gradients."""
+    """Return copies of this rank's parameters and gradients."""
     tensors: list[Any] = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
     return [tensor.to_local().detach().clone() for tensor in tensors]
 
 
 def edit(name: str, value: Any, grad: Any) -> Any:
-    """In place; returns the gradient that there is afterwards. The same for plain tensors."""
+    """Edit a parameter and its gradient in place, also of plain tensors; return the gradient."""
     value.neg_().add_(0.01)
     if grad is None:
         return torch.ones_like(value) if name == "gain" else None

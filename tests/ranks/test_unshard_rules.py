@@ -1,4 +1,4 @@
-"""``unshard_params`` and ``iter_full_params``: what they refuse, what they leave as it was."""
+"""``unshard_params`` and ``iter_full_params``: refusals, and state that stays unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUTS = [fullshard.PerParameter(), fullshard.Ragged("row"), fullshard.Ragged()
 
 
 def inside_the_block() -> None:
-    """Whatever would read or move the unit; it is as usable as before."""
+    """Check that calls that read or move a unit are refused, and that it works afterwards."""
     plain = make()
     model: Any = shard(copy.deepcopy(plain))
     block: Any = model.blocks[0]
@@ -49,7 +49,7 @@ def inside_the_block() -> None:
         refuses(model, model.set_separate_reduce_scatter_group, "leave the with block first")
         with unshard_params(other):  # another model
             assert not isinstance(other.scale, DTensor)
-        model.reshard()  # nothing to do
+        model.reshard()  # nothing to reshard
         assert not isinstance(model.scale, DTensor)
     assert optimizer.param_groups[0]["params"][0] is model.scale
     with unshard_params(block), unshard_params(model, recurse=False), torch.no_grad():
@@ -59,7 +59,7 @@ def inside_the_block() -> None:
 
 
 class Calls(nn.Module):
-    """Calls something in its forward, or in its backward."""
+    """A module that calls a function in its forward or its backward."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def left_by_an_exception(rank0_only: bool) -> None:
 
 
 def left_by_rank_0_alone() -> None:
-    """Rank 0 says what is kept, so that nobody waits for it; the others go on."""
+    """Raise on rank 0 only: rank 0 decides about the edits, and the other ranks do not wait."""
     for on_error in ("keep", "discard"):
         plain = make()
         model: Any = shard(copy.deepcopy(plain))
@@ -179,7 +179,7 @@ def checked(mesh: str) -> None:
     model = sharded_net(mesh, "per_param")
     before = full_parameters(model)
     last = dist.get_rank() == dist.get_world_size() - 1
-    group = dist.get_rank() % 2 if mesh == "2d" else 1  # ranks that share a tensor-parallel part
+    group = dist.get_rank() % 2 if mesh == "2d" else 1  # ranks with the same tensor-parallel part
     with unshard_params(model, check=True, with_grads=True), torch.no_grad():
         model.gain.mul_(2)
     assert torch.equal(full(model.gain), before["gain"] * 2)
@@ -200,7 +200,7 @@ def checked(mesh: str) -> None:
             assert not found
         assert model.gain.grad is None or not found
     assert torch.equal(full(model.gain), before["gain"] * 2)
-    if mesh != "2d":  # where the other ranks were right
+    if mesh != "2d":  # with 2d, the other group agrees and keeps its edits
         name = "blocks.0.norm.bias"
         assert torch.equal(full(model.get_parameter(name)), before[name])
 
@@ -246,7 +246,7 @@ def keeps_what_was_unsharded() -> None:
         assert torch.equal(block.weight, plain.blocks[0].weight)  # gathered again
         block.reshard()
         usable(model, plain)
-        model.set_reshard_after_backward(False)  # modules show the copies of the last forward
+        model.set_reshard_after_backward(False)  # modules keep showing unsharded parameters
         for one in (model, plain):
             step(one, torch.optim.SGD(one.parameters(), lr=0.1))
         with unshard_params(model), torch.no_grad():
@@ -258,7 +258,7 @@ def keeps_what_was_unsharded() -> None:
 
 
 def between_forward_and_backward() -> None:
-    """Units held for backward stay held, and it belongs to the weights of its forward."""
+    """Edit weights between forward and backward: units stay held; backward uses the old weights."""
     plain = make()
     model: Any = shard(copy.deepcopy(plain), reshard_after_forward=False)
     one, other = model(batch()).square().sum(), plain(batch()).square().sum()
@@ -267,7 +267,7 @@ def between_forward_and_backward() -> None:
     assert state.residency is Residency.UNSHARDED
     with unshard_params(model, with_grads=True), torch.no_grad():
         assert torch.equal(model.scale, plain.scale) and model.scale.grad is None
-        if dist.get_world_size() > 1:  # alone, the parameters borrow the shards
+        if dist.get_world_size() > 1:  # on one rank, the parameters borrow the shards
             model.scale.mul_(3)
     assert state.residency is Residency.UNSHARDED
     one.backward()
@@ -288,12 +288,15 @@ def test_units_stay_as_they_were(pool: RankPool) -> None:
         pool.run(world, between_forward_and_backward)
 
 
-# Which units.
+# Units that are gathered.
 
 
 @on_ranks(2)
 def test_a_part_lends_its_unit_and_nothing_is_silently_left_sharded() -> None:
-    """FSDP1 does nothing, in silence, on an inner module and with recurse=False on no unit."""
+    """A module inside a unit gathers the unit; FSDP1 silently does nothing there.
+
+    With ``recurse=False``, FSDP1 also does nothing on a module that is not a unit.
+    """
     plain = make()
     model: Any = shard(copy.deepcopy(plain))
     block, part = model.blocks[0], model.plain
@@ -312,11 +315,11 @@ def test_a_part_lends_its_unit_and_nothing_is_silently_left_sharded() -> None:
     assert lent(model, recurse=False) == root
     assert lent(block) == lent(block, recurse=False) == {"blocks.0.weight", "blocks.0.bias"}
     assert lent(model.blocks) == inner
-    # A part of a unit: the unit is lent as a whole, with or without ``recurse``.
+    # A module inside a unit gathers all parameters of the unit, with or without ``recurse``.
     assert lent(part) == lent(part[0], recurse=False) == lent(model.head, recurse=False) == root
-    # Modules in which nothing is sharded have full parameters already.
+    # Modules without sharded parameters have full parameters already.
     assert lent(part[1]) == lent(nn.Linear(2, 2)) == lent(nn.Linear(2, 2), recurse=False) == set()
-    # A plain module around sharded ones, each with an engine of its own.
+    # A plain module around sharded modules with one engine each.
     around = nn.ModuleDict({"one": model, "two": shard(make()), "plain": nn.Linear(2, 3)})
     with unshard_params(around):
         assert not any(isinstance(param, DTensor) for param in around.parameters())
@@ -362,7 +365,7 @@ def mixed_odd(world_is_one: bool, layout: Any) -> None:
                     one.copy_(one.logical_not() if one.dtype is torch.bool else one + 1)
         for (name, value), other in zip(iter_full_params(model), plain.parameters(), strict=True):
             assert torch.equal(value, other), name
-            value.zero_()  # it is the caller's
+            value.zero_()  # the caller owns the value
         for (name, value), other in zip(iter_full_params(model), plain.parameters(), strict=True):
             assert torch.equal(value, other), name
 
@@ -387,14 +390,14 @@ def zoo_model(kind: str) -> nn.Module:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_hard_cases(pool: RankPool, world: int) -> None:
-    """Tied, frozen, empty, uneven, several dtypes, second lists of parameters, borrowed shards."""
+    """Tied, frozen, empty and uneven parameters, several dtypes, and borrowed shards work."""
     for layout in (fullshard.PerParameter(), fullshard.Ragged()):
         pool.run(world, mixed_odd, world == 1, layout)
 
 
 @on_ranks(3)
 def test_offloaded_shards_and_tensors_of_other_classes() -> None:
-    """Shards on the CPU, and tensors of a class of their own, which is lent as plain values."""
+    """Offloaded shards, and shards of a tensor subclass, are gathered as plain tensors."""
     offload = {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)}
     for options, source in (({}, wrapped(Halves)), (offload, make())):
         plain = make()
@@ -442,7 +445,7 @@ def what_is_done_to_lent_parameters() -> None:
     with torch.no_grad():
         plain.scale.mul_(2)
         plain.head.bias.fill_(7.0)
-    assert torch.equal(kept, plain.head.weight)  # its memory is its own
+    assert torch.equal(kept, plain.head.weight)  # has its own memory
     assert not model.blocks[0].bias.requires_grad and model.blocks[1].bias.requires_grad
     assert torch.equal(full(model.blocks[1].weight.grad), torch.ones(6, 6))
     model.zero_grad()
@@ -463,7 +466,7 @@ def what_is_done_to_lent_parameters() -> None:
         assert state_of(model) == before
     with unshard_params(model, writeback=False):
         del model.head.weight
-        model.head.weight = torch.zeros(5, 7)  # no parameter: it would hide ours
+        model.head.weight = torch.zeros(5, 7)  # not a parameter: it would hide ours
     with torch.no_grad():
         plain.scale.copy_(full(model.scale))
     usable(model, plain)
@@ -476,7 +479,7 @@ def test_shard_1_and_what_is_done_to_lent_parameters(pool: RankPool) -> None:
 
 @on_ranks(3)
 def test_gradients_that_some_ranks_lack() -> None:
-    """Zeros for who has none, None where nobody has: a collective agreement that cannot hang."""
+    """A gradient that some ranks lack is zero there; it is None if no rank has one."""
     for layout in LAYOUTS:
         model: Any = fill(nn.Linear(4, 6, dtype=torch.float64))
         fullshard.fully_shard(model, layout=layout)
@@ -499,7 +502,7 @@ def test_gradients_that_some_ranks_lack() -> None:
 
 @on_ranks(4)
 def test_frozen_dtensors_stay_frozen_and_tied_ones_stay_one_object() -> None:
-    """FSDP1 unfreezes frozen DTensors and unties tied ones; here both stay as they are."""
+    """Frozen DTensors stay frozen, and tied ones tied; FSDP1 changes both."""
     for layout in ("per_param", "element"):
         model = sharded_net("2d", layout)
         with unshard_params(model, with_grads=True):
@@ -518,7 +521,7 @@ def test_frozen_dtensors_stay_frozen_and_tied_ones_stay_one_object() -> None:
         assert not model.blocks[1].up.weight.requires_grad
 
 
-# One after the other.
+# One parameter after the other.
 
 
 def streamed(mesh: str) -> None:
@@ -543,7 +546,7 @@ def test_full_parameters_one_after_the_other(pool: RankPool, mesh: str, world: i
 
 @on_ranks(2)
 def test_names_and_what_is_not_sharded() -> None:
-    """Ignored parameters, unsharded units and a checkpoint wrapper's prefix."""
+    """Ignored parameters, unsharded units and a checkpoint wrapper's prefix are handled."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     plain = make()
@@ -561,7 +564,7 @@ def test_names_and_what_is_not_sharded() -> None:
 
 
 def peaks(layout: Any, flags: dict[str, bool]) -> tuple[int, int, int]:
-    """Bytes at once while streaming, while all is lent, and of the largest unit."""
+    """Return peak bytes of streaming and of ``unshard_params``, and the largest unit's bytes."""
     model = fill(
         nn.Sequential(*(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)) for _ in range(20)))
     )
@@ -583,10 +586,10 @@ def peaks(layout: Any, flags: dict[str, bool]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_at_most_one_unit_is_on_the_device(pool: RankPool, layout: Any) -> None:
-    """While streaming, and with ``offload_to_cpu``; else all of them are."""
+    """One unit is on the device while streaming, or two copies of it with ``offload_to_cpu``."""
     flags = {"rank0_only": True, "offload_to_cpu": True}
     for streaming, offloading, unit in pool.run(2, peaks, layout, flags):
         assert 0 < streaming <= unit
-        assert 0 < offloading <= 2 * unit  # it and what it is copied from
+        assert 0 < offloading <= 2 * unit  # a unit and the copy's source
     for _, lending, unit in pool.run(2, peaks, layout, {}):
         assert lending >= 20 * unit * 0.9

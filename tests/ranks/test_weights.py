@@ -1,4 +1,4 @@
-"""Weights of ``transformers`` in sharded models, and back: equal to the bit, in pieces."""
+"""Weights of ``transformers`` in sharded models and back, equal to the bit."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def logits(model: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the weights of each kind of model, by transformers, in several files."""
+    """Save each kind of model with transformers, in several files; return the folder."""
     root = tmp_path_factory.mktemp("saved")
     for kind in KINDS:
         model = built(kind, "cpu")
-        for param in model.parameters():  # what no initialisation gives
+        for param in model.parameters():  # values that no initialization gives
             param.data.add_(torch.linspace(-0.01, 0.01, param.numel()).view_as(param))
         model.save_pretrained(root / kind, max_shard_size="60KB")
         torch.save(logits(model), root / kind / "logits.pt")
@@ -65,7 +65,7 @@ def tensor_parallel(model: Any, mesh: Any) -> None:
 
 
 def sharded(kind: str, way: str) -> Any:
-    """Build a model of a kind in one of many ways; on the meta device, except for a flat one."""
+    """Build a model and shard it; on the meta device, except for a flat one."""
     model = built(kind, "cpu" if way == "flat" else "meta")
     world = dist.get_world_size()
     if way == "flat":
@@ -84,7 +84,7 @@ def sharded(kind: str, way: str) -> Any:
 
 
 def there_and_back(folder: Path, out: Path, kind: str, way: str) -> float:
-    """Load, compare logits, and save; return the largest difference from those of transformers."""
+    """Load, compare logits, and save; return the largest difference from transformers' logits."""
     model = sharded(kind, way)
     loaded = checkpoint.load_weights(model, folder)
     assert loaded == ([], [])
@@ -119,7 +119,7 @@ def test_weights_go_there_and_back(
 
 
 def loaded_from(folder: Path, kind: str, extra: dict[str, Any]) -> Any:
-    """Load a file with further tensors; return what was loaded, and the difference."""
+    """Load a file with additional tensors; return the loaded names, and the difference."""
     altered = folder.parent / "altered"
     if dist.get_rank() == 0:
         altered.mkdir()
@@ -159,7 +159,7 @@ def test_names_of_earlier_versions_are_understood(tmp_path: Path) -> None:
     tensors = {}
     for name, value in theirs.state_dict().items():
         old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-        if not name.startswith("cls.predictions.decoder"):  # tied
+        if not name.startswith("cls.predictions.decoder"):  # a tied weight
             tensors[old.replace("LayerNorm.bias", "LayerNorm.beta")] = value.clone() + 0.01
     save_file(tensors, tmp_path / "model.safetensors")
     assert checkpoint.load_weights(ours, tmp_path) == ([], [])
@@ -195,7 +195,7 @@ def everything_in(folder: Path) -> dict[str, Tensor]:
 
 
 def experts_in_parallel(folder: Path, out: Path) -> bool:
-    """Give each half of the ranks half of the experts, or half of the columns of each."""
+    """Place half of the experts, or of their columns, on each half of the ranks; load and save."""
     from transformers import AutoModelForCausalLM
 
     family: Any = AutoModelForCausalLM
@@ -223,7 +223,7 @@ def test_experts_may_be_cut_in_any_way(pool: RankPool, saved: Path, tmp_path: Pa
 
 
 def in_small_pieces(folder: Path, out: Path) -> tuple[float, int]:
-    """Load and save with small buffers; return bytes read for each byte kept, and the largest."""
+    """Load and save with small buffers; return bytes read per byte kept, and the largest buffer."""
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         whole = StoredReader.read
@@ -308,7 +308,7 @@ def test_damaged_files_are_named(saved: Path, tmp_path: Path, fault: str) -> Non
 
 
 def test_some_weights_and_some_new_ones(saved: Path, tmp_path: Path) -> None:
-    """Without the head, and with names of the base model only: what is missing is initialised."""
+    """Weights of the base model load without its prefix, and a missing head is initialized."""
     prefix = "model."
     tensors = {
         name.removeprefix(prefix): value
@@ -339,7 +339,7 @@ def test_dtypes_are_cast(saved: Path, tmp_path: Path) -> None:
 
 
 class Buffered(nn.Module):
-    """A module of no library, with a buffer that is not saved."""
+    """A module of no library with a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +368,7 @@ def test_buffers_that_are_not_saved_need_a_value(tmp_path: Path) -> None:
 
 
 class Half(nn.Module):
-    """A module whose reset gives one of two parameters a value, and a shared buffer."""
+    """A module with a shared buffer, whose reset initializes one of two parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,7 +402,7 @@ def test_only_what_the_files_lack_needs_a_value(tmp_path: Path) -> None:
 
 
 def new_head(folder: Path, way: str) -> Tensor:
-    """Load all but the head into copies of the shards, whose ranks have other generators."""
+    """Load all but the head into sharded replicas, on ranks with different random generators."""
     torch.manual_seed(dist.get_rank())
     model = sharded("llama", way)
     loaded = checkpoint.load_weights(model, folder, strict=False)
