@@ -1,4 +1,4 @@
-"""Shards on the host. Here the host is the device as well, so the way between them is made up."""
+"""Shards on the host. The device is the CPU too, so ``a_bus`` simulates the copies between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYOUTS = {"per-parameter": PerParameter(), "ragged": Ragged()}
 
 
 def same_training(train: Callable[[nn.Module], None], pinned: bool, **options: Any) -> None:
-    """Offloaded or not, bit for bit."""
+    """Check that training with and without offload gives equal bits."""
     here = shard(make(), **options)
     train(here)
     with a_bus(pinned) as crossings:
@@ -52,7 +52,7 @@ def steps(model: nn.Module) -> None:
 
 
 def accumulating(model: Any) -> None:
-    """Reduced and added up, kept and added up, clipped, written to while gathered."""
+    """Train with accumulation, clipping, and writes to parameters while they are gathered."""
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     for number in range(2):
         model(batch(number)).square().mean().backward()
@@ -95,7 +95,7 @@ def test_with_replicas_and_secondary_shards() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_copy_a_bucket_each_way(layout: str) -> None:
-    """Cast first, one copy a bucket each way."""
+    """A unit takes one copy to the device and one back, in the dtype that it is cast to first."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with a_bus() as crossings:
         model: Any = fully_shard(Net(), mp_policy=policy, layout=LAYOUTS[layout])
@@ -103,12 +103,12 @@ def test_one_copy_a_bucket_each_way(layout: str) -> None:
         numel = bucket.spec.layout.shard_numel
         model.unshard()
         copied = model.copied_nbytes()
-        assert copied >= numel * torch.bfloat16.itemsize  # the cast on the host is counted
+        assert copied >= numel * torch.bfloat16.itemsize  # includes the cast on the host
         model(batch(dtype=torch.bfloat16)).sum().backward()
         assert crossings[0] == ("to device", torch.bfloat16, numel)
         (home,) = crossings[1:]  # the root gathers once
         assert home[:2] == ("to host", torch.bfloat16)
-        assert numel < home[2] <= numel + 16  # the flags
+        assert numel < home[2] <= numel + 16  # and the presence flags
     assert bucket.shards.dtype is torch.float32
     for param in model.parameters():
         assert param.grad is not None and param.grad.dtype is torch.float32
@@ -116,7 +116,7 @@ def test_one_copy_a_bucket_each_way(layout: str) -> None:
 
 @on_ranks(2)
 def test_a_shard_in_parts_comes_in_one_copy() -> None:
-    """Some parameters are gathered in place, others staged: the shard still comes in one copy."""
+    """A shard takes one copy, even if only some of its parameters are gathered in place."""
     with a_bus() as crossings:
         model = fill(nn.Linear(600, 500).double())
         expected = model.weight.detach().clone()
@@ -132,7 +132,7 @@ def test_a_shard_in_parts_comes_in_one_copy() -> None:
 
 
 class Event:
-    """A mark that says when the host waits for it."""
+    """An event that logs when the host waits for it."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -142,7 +142,7 @@ class Event:
 
 
 def test_the_host_waits_before_it_writes_again() -> None:
-    """A copy reads pinned memory after it was issued; only our own memory is read so late."""
+    """The host waits for a pinned copy before it overwrites the buffer that the copy reads."""
     log: list[str] = []
 
     class Lanes:
@@ -164,7 +164,7 @@ def test_the_host_waits_before_it_writes_again() -> None:
 
 @on_ranks(2)
 def test_nothing_to_do_on_a_cpu() -> None:
-    """Where PyTorch 2.13 refuses pinned memory on a machine without an accelerator."""
+    """Offload changes nothing on a CPU, where PyTorch 2.13 refuses pinned memory."""
     theirs = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=True)
     for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False), theirs):
         model = shard(make(), offload_policy=policy)
@@ -173,7 +173,7 @@ def test_nothing_to_do_on_a_cpu() -> None:
 
 @on_ranks(2)
 def test_meta_and_state_dicts() -> None:
-    """Meta initialisation, a load and a saved dict, all on the host."""
+    """An offloaded model is sharded on meta, given memory and loaded from a state dict."""
     with a_bus(), torch.device("meta"):
         model: Any = shard(Net().double())
     other = shard(make())

@@ -1,4 +1,4 @@
-"""``MixedPrecisionPolicy(param_dtype_override_fn=...)``: parameters that stay in their dtype."""
+"""``MixedPrecisionPolicy(param_dtype_override_fn=...)``: parameters that keep their dtype."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def asked_once(whole: bool) -> int:
     if whole:
         fully_shard(model, mp_policy=policy)
     else:
-        model.count = None  # integers are nothing that a block is cut by
+        model.count = None  # blocks are chosen without it here
         params.pop(0)
         fullshard.shard_blocks(model, mp_policy=policy)
     assert sorted(map(id, asked)) == sorted(map(id, params))

@@ -1,4 +1,4 @@
-"""The law: sharded training equals training the unsharded model on the concatenated batch."""
+"""Sharded training equals training the unsharded model on the concatenated batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for a backward that reduces, as users see it."""
+"""Pending gradients: kept by backwards that do not reduce, until a backward that does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_gradients_of_passes_without_sync_are_shown(layout: Any, reshard: bool) 
         torch.testing.assert_close(found[name].unreduced, param.grad, rtol=1e-12, atol=1e-12)
         assert found[name].partial is None
     assert set(model.blocks[0].get_pending_gradients()) == set(model.blocks[0].parameters())
-    model.to(torch.float32)  # they stay
+    model.to(torch.float32)  # pending gradients stay
     assert len(by_name(model)) == len(found)
     model.blocks[0].clear_pending_gradients()
     assert by_name(model).keys() == {name for name in found if "blocks.0" not in name}
@@ -56,7 +56,7 @@ def test_gradients_of_passes_without_sync_are_shown(layout: Any, reshard: bool) 
 
 @on_ranks(4)
 def test_gradients_reduced_over_shards_only_are_shown() -> None:
-    """Each rank's piece of what two ranks reduced, of parameters that got anything."""
+    """Each rank has its shard of the mean over two ranks, only for parameters with gradients."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     model: Any = nn.Linear(3, 5, bias=False)
     model.spare = nn.Parameter(torch.ones(2))
@@ -108,7 +108,7 @@ def test_they_are_dropped_between_steps_only() -> None:
 
 
 class Skippable(nn.Sequential):
-    """Hands its input on where its layers are skipped."""
+    """A stack of layers that returns its input unchanged while the layers are skipped."""
 
     skips = False
 
@@ -119,7 +119,7 @@ class Skippable(nn.Sequential):
 @on_ranks(2)
 @pytest.mark.parametrize("is_leaf", [True, False])
 def test_they_are_reduced_by_a_backward_that_skips_all_layers(is_leaf: bool) -> None:
-    """In which the root makes no node of autograd's; as PyTorch does."""
+    """A backward through no layer reduces pending gradients, as PyTorch does."""
     found = []
     for sharded in (fullshard.fully_shard, torch.distributed.fsdp.fully_shard):
         model: Any = sharded(Skippable(nn.Linear(4, 4)))
@@ -128,7 +128,7 @@ def test_they_are_reduced_by_a_backward_that_skips_all_layers(is_leaf: bool) -> 
         model.set_requires_gradient_sync(True)
         model.skips = True
         x = torch.ones(2, 4, requires_grad=True)
-        with warnings.catch_warnings(action="ignore"):  # PyTorch's, of outputs that are views
+        with warnings.catch_warnings(action="ignore"):  # PyTorch warns of outputs that are views
             model(x if is_leaf else 2 * x).sum().backward()
         found.append(sum(param.grad is not None for param in model.parameters()))
     assert found == [2, 2]

@@ -1,4 +1,4 @@
-"""``torch.distributed.pipelining`` drives our modules: stages of a pipeline, each sharded."""
+"""``torch.distributed.pipelining`` runs pipelines whose stages are sharded."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ MIRRORED = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
 
 
 class Part(nn.Module):
-    """One stage: the root owns ``scale``, the two layers are units of their own.
+    """A pipeline stage: the root owns ``scale``, and the two layers are units.
 
-    Each weight is used once: PyTorch's split of backward into inputs and weights asks for that.
+    Each weight is used once, since PyTorch's split of backward into inputs and weights requires
+    that.
     """
 
     def __init__(self) -> None:
@@ -48,14 +49,14 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def stage_numbers(schedule: str, rank: int) -> list[int]:
-    """Which stages a pipeline rank of two has."""
+    """Return the stages of a rank, in a pipeline of two ranks."""
     if schedule in SINGLE:
         return [rank]
     return [rank, 3 - rank] if schedule in MIRRORED else [rank, rank + 2]
 
 
 def sharded(part: Part, mesh: Any, **options: Any) -> Part:
-    from torch.distributed.fsdp import fully_shard  # as a program written for PyTorch
+    from torch.distributed.fsdp import fully_shard  # as programs written for PyTorch import it
 
     shard_units(part, part.layers, by=fully_shard, mesh=mesh, **options)
     assert isinstance(part, fullshard.FSDPModule)
@@ -68,7 +69,7 @@ def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
 
 
 def reference_step(model: nn.Sequential, step: int) -> None:
-    """What all ranks compute together, without a pipeline and unsharded."""
+    """Compute the gradients of all ranks together, unsharded and without a pipeline."""
     for replica in range(2):
         x, target = batch(step, replica)
         (loss_of(model(x), target) / 2).backward()
@@ -86,7 +87,7 @@ def differences(part: nn.Module, plain: nn.Module) -> float:
 
 
 def pipeline(schedule: str, reshard_after_forward: bool, **options: Any) -> float:
-    warnings.simplefilter("ignore")  # those of the schedules
+    warnings.simplefilter("ignore")  # of the schedules
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     rank, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     num_stages = 2 if schedule in SINGLE else 4
@@ -125,12 +126,12 @@ def pipeline(schedule: str, reshard_after_forward: bool, **options: Any) -> floa
 
 sends_to_itself = pytest.mark.skipif(
     TORCH < (2, 12),
-    reason="a rank sends to itself what its two stages tell each other, where gloo fails",
+    reason="a rank with two neighboring stages sends to itself, and gloo fails",
 )
 
 
-# Where weights and inputs have backwards of their own, both read what forward read, so that it has
-# to stay: PyTorch loses gradients there with reshard_after_forward=True.
+# With separate backwards of inputs and weights, both read the parameters of forward, which have to
+# stay: PyTorch loses gradients there with reshard_after_forward=True.
 @pytest.mark.parametrize(
     ("schedule", "reshard_after_forward"),
     [(schedule, False) for schedule in SINGLE + SEVERAL]

@@ -26,12 +26,13 @@ from tests.ranks.plans import (
 from tests.ranks.pool import RankPool, on_ranks
 
 UNSEEN = {"bf16": 0.03, "checkpointed": 0.03, "twice": 0.02, "TP": 0.02}
-"""Shares of the peak that no dry run sees: what CPU kernels take inside of an operation; small
-gradients, which are those of the step before if nobody holds these any more when they are needed;
-and what DTensors have sent, which threads of gloo let go of at moments of their own.
+"""Shares of the peak that no dry run sees, by case.
+
+CPU kernels take memory inside an operation. Small gradients may be those of the step before.
+Threads of gloo free sent DTensors with a delay.
 """
 LATE_NBYTES = {"TP": 16 << 10}
-"""What those threads may hold for longer on a busy machine, beyond that."""
+"""Further bytes that those threads may hold longer on a busy machine."""
 
 
 def both(name: str) -> tuple[Found, Found]:
@@ -41,7 +42,7 @@ def both(name: str) -> tuple[Found, Found]:
     planned = dry(case, dist.get_rank())
     assert dist.group.WORLD is group
     total = [None] * dist.get_world_size()
-    dist.all_gather_object(total, dist.get_rank())  # the world of before still communicates
+    dist.all_gather_object(total, dist.get_rank())  # the earlier process group still communicates
     assert total == list(range(dist.get_world_size()))
     return found, planned
 
@@ -54,7 +55,7 @@ def test_a_dry_run_equals_a_real_one(pool: RankPool, name: str) -> None:
         assert planned.buffers == found.buffers
         assert planned.parameters == found.parameters
         assert planned.gradients == found.gradients
-        if "runs" in name:  # in one piece, whose padding the views that users see do not show
+        if "runs" in name:  # one tensor, with padding that the users' views leave out
             assert planned.optimizer_state <= 2 * found.parameters + 256
             assert planned.optimizer_state >= found.optimizer_state
         else:
@@ -75,11 +76,11 @@ def test_a_dry_run_knows_what_is_on_the_host(pool: RankPool, name: str) -> None:
         assert planned.actions == found.actions
         assert planned.exchanges == found.exchanges
         assert planned.crossings == found.crossings
-        assert planned.buffers == found.buffers  # of the device, none of which is at home
+        assert planned.buffers == found.buffers  # on the device; there are none on the host
         assert planned.parameters == planned.optimizer_state == 0
         assert planned.gradients == found.gradients
         assert planned.home == found.home
-        # The device's peak is in both microbatches; that of both memories is in the second.
+        # The device's peak is in both microbatches, the peak of both memories in the second.
         unseen = 0.1 if name == "accumulated" else UNSEEN.get(name, 0.01)
         assert planned.peak == pytest.approx(found.peak, rel=unseen)
 
@@ -92,7 +93,7 @@ def test_what_a_search_finds_fits_when_it_is_run() -> None:
     found = fullshard.plan(case.model(), budget_nbytes=budget, optimizer=torch.optim.AdamW, **given)
     run = real(replace(case, shard=blocks(plan=found)))
     assert found.fits and found.choice.recomputed
-    assert run.peak <= budget * 1.03  # CPU kernels take memory inside of a recomputation
+    assert run.peak <= budget * 1.03  # CPU kernels take memory during a recomputation
     assert found.peak_nbytes == pytest.approx(run.peak, rel=0.03)
     assert "\n".join(found.actions) == "\n".join(actions_of(run))
     fewer = replace(found.choice, recomputed=found.choice.recomputed - 1)
@@ -102,7 +103,7 @@ def test_what_a_search_finds_fits_when_it_is_run() -> None:
 
 @on_ranks(2)
 def test_what_a_search_finds_by_offload_fits_when_it_is_run() -> None:
-    """The same, but the found plan may offload, and is run so."""
+    """A plan that a search finds by offloading to the host fits when it is run."""
     case = replace(CASES["two blocks a unit"], batch=lambda: tokens()[:1])
     optimizer = torch.optim.AdamW
     given = {"batch": case.batch(), "world_size": 2, "hardware": with_a_host(), "loss": squares}
@@ -116,13 +117,13 @@ def test_what_a_search_finds_by_offload_fits_when_it_is_run() -> None:
     assert found.choice.blocks_per_unit == 2
     assert "chosen: " in str(found) and "offloaded to the host" in str(found)
     least = min(one.peak_nbytes for one in found.tried if "offload" not in str(one.choice))
-    assert least > budget  # nothing else does it
-    at_home = sum(found.peak.home.values())  # what is there when the device holds most
+    assert least > budget  # only offload fits
+    at_home = sum(found.peak.home.values())  # on the host at the device's peak
     assert run.peak - at_home <= budget
     assert found.peak_nbytes + at_home == pytest.approx(run.peak, rel=0.03)
     state = run.home.pop("optimizer_state")
     assert found.host.items() >= run.home.items()
-    assert state <= found.host["optimizer_state"] <= state + 1024  # padding of whole shards
+    assert state <= found.host["optimizer_state"] <= state + 1024  # padding of full shards
     assert "\n".join(found.actions) == "\n".join(actions_of(run))
     crossed = {(one.what, one.num_calls) for one in found.traffic if one.dim == "host"}
     assert crossed == {
@@ -142,7 +143,7 @@ def actions_of(run: Found) -> list[str]:
 
 @on_ranks(4)
 def test_a_choice_changes_nothing_but_how_it_is_computed() -> None:
-    """Losses of a model that recomputes blocks and of one that does not."""
+    """A plan with recomputed blocks, replicas and larger units does not change the losses."""
     losses = []
     for choice in (fullshard.Choice(recomputed=2, replicas=2, blocks_per_unit=2), None):
         model = fill(CASES["dense"].model()).double()

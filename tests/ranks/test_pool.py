@@ -1,4 +1,4 @@
-"""The pool itself: what every other test on ranks relies on."""
+"""The pool of ranks, on which all other tests on ranks rely."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def process_id() -> int:
 
 
 def raise_on(rank: int) -> None:
-    """The others wait in a collective, as they would in a real failure."""
+    """Raise on one rank; the others wait in a collective, as after a real failure."""
     if dist.get_rank() == rank:
         raise ValueError(f"this is rank {rank}'s own mistake")
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Mixed precision: which dtypes are seen where, and that training stays close to the reference."""
+"""Mixed precision: the dtypes of tensors in forward and backward, and training close to fp32."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Ordered(collections.OrderedDict[str, Tensor]):
 
 
 class Probe(nn.Module):
-    """Notes what it gets, and gives back one of each structure."""
+    """A module that records its inputs, and returns one of each structure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Probe(nn.Module):
     ids=["ours", "of torch", "no output dtype"],
 )
 def test_inputs_are_cast_and_outputs_cast_back(policy: Any, outside: torch.dtype) -> None:
-    """Outputs stay in the dtype of computation where no other is asked for."""
+    """Inputs are cast to the compute dtype; outputs stay in it unless there is an output dtype."""
     module = fully_shard(Probe(), mp_policy=policy)
     extra = Ordered(half=torch.ones(6, dtype=torch.float16), whole=torch.arange(6))
     out = module(torch.ones(2, 6), extra=extra)
@@ -105,7 +105,7 @@ def test_inputs_are_cast_and_outputs_cast_back(policy: Any, outside: torch.dtype
 
 @on_ranks(2)
 def test_units_inside_do_not_inherit_the_policy() -> None:
-    """A child unit without a policy of its own, and a plain child."""
+    """A unit without a policy computes in fp32 inside a unit in bf16."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     seen: list[torch.dtype] = []
     fully_shard(model[0])
@@ -119,7 +119,7 @@ def test_units_inside_do_not_inherit_the_policy() -> None:
 
 
 def reference_gradients(data: Tensor, world: int, reduce: torch.dtype) -> dict[str, Tensor]:
-    """bf16 gradients of every rank's share, averaged in ``reduce`` by hand."""
+    """Return the bf16 gradients of all ranks' batches, averaged in ``reduce`` by hand."""
     whole = make(FP32)
     total: dict[str, Tensor] = {}
     for share in data.chunk(world):
@@ -149,7 +149,7 @@ def test_gradients_in_low_precision_are_close_and_exact_if_reduced_in_fp32(
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("layout", [PerParameter(), Ragged()], ids=repr)
 def test_bf16_training_stays_close_to_fp32(layout: Any) -> None:
-    """How far bf16 compute drifts from fp32 in 5 steps, and how far fp32 moved."""
+    """Five steps in bf16 drift from fp32 by at most 5% of the distance that fp32 moves."""
     plain = make(FP32)
     start = full_parameters(plain)
     policy = MixedPrecisionPolicy(BF16, FP32)

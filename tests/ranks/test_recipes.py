@@ -1,7 +1,8 @@
-"""The pages of ``docs/recipes``: their programs run as printed, on two ranks and in small sizes.
+"""The programs of ``docs/recipes`` run as printed, on two ranks and in small sizes.
 
-A program assigns its sizes in lines such as ``STEPS, BATCH = 100, 32``. Only these numbers are
-replaced. Programs under ``fullshard.compat``, and one that ends by a fault, have own processes.
+A program assigns its sizes in lines such as ``STEPS, BATCH = 100, 32``; the test replaces only
+these numbers. Programs under ``fullshard.compat``, and the program that ends with a fault, run in
+their own processes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "docs" / "recipes"
 SMALL = {"STEPS": 12, "BATCH": 4, "SEQ": 16, "DIM": 16, "WORKERS": 0, "TOKENS": 4}
 PAGES = sorted(path.name for path in RECIPES.glob("*.md") if path.name != "index.md")
-STARTED = {  # pages whose program has processes of its own, and what it prints
+STARTED = {  # pages whose programs run in their own processes, and a part of the output
     "find-who-hangs.md": "the gather of unit blocks.2 on rank 1",
     "from-accelerate.md": "fullshard.frontend.module",
     "from-fsdp2.md": "fullshard.frontend.module",
@@ -40,7 +41,7 @@ STARTED = {  # pages whose program has processes of its own, and what it prints
 PACKAGES = ("accelerate", "peft", "torchao", "transformers")
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\n$")
 BLOCK = re.compile(r"((?:^[^\n]*\n)?)^```(python|bash|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-TIMEOUT_S = 120.0  # a start takes six seconds, on a loaded machine many more
+TIMEOUT_S = 120.0  # a start takes six seconds, and many more on a loaded machine
 
 
 def blocks_of(page: str, kind: str, run: bool = True) -> list[str]:
@@ -49,7 +50,7 @@ def blocks_of(page: str, kind: str, run: bool = True) -> list[str]:
 
 
 def program_of(page: str) -> str:
-    """The page's program with small sizes."""
+    """Return the page's program with small sizes."""
     (program,) = blocks_of(page, "python")
 
     def small(line: re.Match[str]) -> str:
@@ -71,7 +72,7 @@ def needed_by(page: str) -> None:
 
 
 def llama(folder: Path) -> None:
-    """Write the small model that stands for the one that a reader has in ``llama``."""
+    """Write a small model to ``llama``, where readers have a real one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -82,21 +83,21 @@ def llama(folder: Path) -> None:
 
 
 def run_program(folder: str, page: str, without: str = "") -> tuple[str, dict[str, Any]]:
-    """Run the page's program in ``folder``; returns what it printed, and its names.
+    """Run the page's program in ``folder``; return its output and its global names.
 
-    ``without``: leave out the lines with this text.
+    Lines that contain ``without`` are left out.
     """
     names: dict[str, Any] = {"__name__": "__main__"}
     program = left_out(program_of(page), without)
     with chdir(folder), redirect_stdout(StringIO()) as printed, warnings.catch_warnings():
         if any(f"from {package}" in program for package in PACKAGES):
-            warnings.simplefilter("ignore")  # theirs
+            warnings.simplefilter("ignore")  # of these packages
         exec(compile(program, page, "exec"), names)
     return printed.getvalue(), names
 
 
 def run_page(folder: str, page: str) -> tuple[str, int]:
-    """Return what the page's program printed, and how many sharded modules it has."""
+    """Return the output of the page's program, and the number of its sharded modules."""
     printed, names = run_program(folder, page)
     models = [value for value in names.values() if isinstance(value, torch.nn.Module)]
     sharded = (fullshard.FSDPModule, fullshard.FullyShardedDataParallel)
@@ -145,7 +146,7 @@ def test_a_program_runs_as_the_page_starts_it(folder: Path, page: str) -> None:
         assert " ".join(text.split()) in printed
 
 
-# What the pages promise
+# Promises of the pages
 
 
 @pytest.mark.parametrize("page", ["8b-on-8-gpus.md"])
@@ -183,7 +184,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(pool: RankPool, folder: Path, 
 
 
 def gathers_of_the_head(folder: str, page: str) -> dict[str, int]:
-    """Count the collectives of the head, by kind."""
+    """Count the collectives of the head by kind."""
     with recordings() as made:
         _, names = run_program(folder, page)
     numel = names["model"].head.weight.to_local().numel()
@@ -202,7 +203,7 @@ def test_the_head_is_gathered_and_reduced_once_a_step(
 
 
 def weights_without(folder: str, page: str, text: str) -> list[list[float]]:
-    """The head after the page's program, and after it without the lines that have ``text``."""
+    """Return the head after the page's program, and after it without the lines with ``text``."""
     programs = [run_program(folder, page, without)[1] for without in ("", text)]
     return [names["model"].head.weight.to_local().flatten().tolist() for names in programs]
 
@@ -226,7 +227,7 @@ def test_without_tolerance_the_tower_is_named(pool: RankPool, folder: Path, page
 
 
 def weights_of_the_engine(folder: str, page: str) -> bool:
-    """Whether the engine has the weights that the model has after the last step."""
+    """Return True if the engine has the weights of the model after the last step."""
     _, names = run_program(folder, page)
     found, model = names["engine"].model.state_dict(), names["model"]
     wanted = {name: param.full_tensor().bfloat16() for name, param in model.named_parameters()}
@@ -239,7 +240,7 @@ def test_the_engine_has_the_newest_weights(pool: RankPool, folder: Path, page: s
 
 
 def average_of(folder: str, page: str) -> float:
-    """How far the average is from the weights at the end."""
+    """Return the largest difference between the average and the weights at the end."""
     _, names = run_program(folder, page)
     model, average = names["model"], names["average"].module
     pairs = zip(model.parameters(), average.parameters(), strict=True)

@@ -1,4 +1,4 @@
-"""Memory that is kept for graphs which no hook sees: how long, and unnoticed by other ranks."""
+"""Memory that is kept for graphs that no hook sees: how long, and without effect on other ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIM = 6
 
 
 class Logs(nn.Module):
-    """A block that logs the norm of what it returns, on some ranks, and may keep more of it."""
+    """A block that logs the norm of its output on some ranks, and may keep a second output."""
 
     def __init__(self, ranks: tuple[int, ...], keeps: bool = False) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def batch(number: int) -> Tensor:
 
 
 def held(model: nn.Module) -> int:
-    """Bytes of unsharded memory, the root's left out, which may borrow its shard."""
+    """Return the bytes of unsharded memory, without the root's, which may borrow its shard."""
     return engine_of(model).meter.held_nbytes[BufferKind.UNSHARDED]
 
 
@@ -62,7 +62,7 @@ def shard(model: nn.Module, face: str, reshard: bool | int | None) -> nn.Module:
 
 
 def accumulates(face: str, reshard: bool | int | None, ranks: tuple[int, ...]) -> None:
-    """Three microbatches a step, and two steps: like the unsharded model."""
+    """Check two steps of three microbatches against the unsharded model."""
     plain, model = model_of(()), shard(model_of(ranks), face, reshard)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
     for step in range(2):
@@ -108,7 +108,7 @@ def test_memory_is_kept_for_as_long_as_a_graph_may_read_it() -> None:
 
 
 class Saves(torch.autograd.Function):
-    """Keeps its weight as an attribute, where no saved tensor tells of it."""
+    """A function that keeps its weight as an attribute, so that no saved tensor refers to it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def test_attributes_of_a_function_count_too() -> None:
     assert unit is not None and unit.is_read()
     kept = model[1].kept
     x = torch.autograd.grad(kept.sum(), [model[1].linear.weight], allow_unused=True)
-    assert x == (None,)  # the graph knows the unsharded weight
+    assert x == (None,)  # the graph has the unsharded weight
     del kept, model[1].kept, model[0].kept
     model(batch(0)).sum().backward()
 

@@ -1,4 +1,4 @@
-"""Ranks skip, repeat and reorder units that ``set_skip_tolerance`` lets them."""
+"""Ranks skip, repeat and reorder units with ``set_skip_tolerance``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[int, Case]] = {
     "replicas": (4, Case(shape=(2, 2), accumulate=2)),
     "smaller group": (4, Case(options={"reshard_after_forward": 2})),
 }
-"""Numbers of ranks, and cases that ``random_cases`` does not have, or not often."""
+"""Numbers of ranks, and cases that ``random_cases`` rarely or never draws."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,14 +49,14 @@ def test_equals_it_in_mixed_precision(pool: RankPool) -> None:
 
 
 def test_without_tolerance_it_is_an_error(pool: RankPool) -> None:
-    """Or else this file would show nothing."""
+    """Skipped units are an error without tolerance, so the other tests show its effect."""
     case = Case(skips="nothing")
     with pytest.raises(Exception, match=r"ProtocolError|LostRankError"):
         pool.run(2, train, [[[[[0], [1]], [[1], [0]]]]], case)
 
 
 def random_cases(seed: int, count: int, world: int) -> list[tuple[int, Case]]:
-    """Seeds of programs, and cases that mix what a case may have."""
+    """Return seeds of programs, and cases with random options."""
     chance = random.Random(seed)
     found = []
     for number in range(count):
@@ -90,7 +90,7 @@ def test_random_skips_repeats_and_orders(pool: RankPool) -> None:
                 assert result < EXACT, (number, case)
 
 
-# one thing at a time; what ranks do in these functions differs from rank to rank
+# Single situations; ranks do different things in these functions.
 
 
 def make(case: Case | None = None) -> tuple[Sparse, Any]:
@@ -115,7 +115,7 @@ def mine(everyone: list[list[list[int]]]) -> list[list[int]]:
 
 
 SOME = [[[0, 1], []], [[1, 0, 1], []]]
-"""What two ranks run: the second one expert twice; nobody runs expert 2, or any of block 1."""
+"""The experts that two ranks run in two blocks; no rank runs expert 2, or any in block 1."""
 
 
 @on_ranks(2)
@@ -135,7 +135,7 @@ def test_grad_is_none_only_where_no_rank_ran() -> None:
 
 @on_ranks(2)
 def test_what_is_run_outside_of_the_loss_changes_nothing() -> None:
-    """One rank runs an expert without using what it returns, others do without gradients."""
+    """An expert that is run without gradients, or with an unused output, changes no gradient."""
     plain, model = make()
 
     def watch(block: Any, args: Any, out: Tensor) -> None:
@@ -145,7 +145,7 @@ def test_what_is_run_outside_of_the_loss_changes_nothing() -> None:
             block.experts[dist.get_rank()](args[0])
 
     model.blocks[0].register_forward_hook(watch)
-    # Our hook has ended the block by the time of that one, unless its turn is before.
+    # Our hook ends the block before that hook runs, unless the order of hooks is changed.
     hooks = model.blocks[0]._forward_hooks
     hooks.move_to_end(next(reversed(hooks)), last=False)
     run(model, mine(SOME)).backward()
@@ -154,7 +154,7 @@ def test_what_is_run_outside_of_the_loss_changes_nothing() -> None:
 
 
 class Boxed:
-    """Something in which no output is found."""
+    """A container in which no output tensor is found."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -162,13 +162,13 @@ class Boxed:
 
 @on_ranks(2)
 def test_a_block_whose_output_is_hidden() -> None:
-    """A block hands its output out in a box, and one rank runs an expert more than that needs."""
+    """A block may return its output in a container, and one rank may run an additional expert."""
     plain, model = make()
     for one in (plain, model):
         first, second = one.blocks
         after = next(reversed(first._forward_hooks)) if first._forward_hooks else None
         first.register_forward_hook(lambda _m, _args, out: Boxed(out))
-        if after is not None:  # in front of ours, which looks for outputs
+        if after is not None:  # before our hook, which looks for outputs
             first._forward_hooks.move_to_end(after)
         second.register_forward_pre_hook(lambda _m, args: (args[0].value, *args[1:]), prepend=True)
     far = 0.0
@@ -209,7 +209,7 @@ def test_a_graph_that_is_retained() -> None:
 
 @on_ranks(2)
 def test_autograd_grad() -> None:
-    """``autograd.grad`` with respect to the input of the model, then a backward."""
+    """``autograd.grad`` for the input of the model works, also before a backward."""
     plain, model = make()
     far = []
     for one in (plain, model):
@@ -221,7 +221,7 @@ def test_autograd_grad() -> None:
 
 
 def after_exceptions(where: str) -> float:
-    """Each rank fails inside another expert, or in another place of the block, and goes on."""
+    """Fail on each rank in a different expert, in forward or backward, and train on."""
     plain, model = make()
     armed = True
 
@@ -242,7 +242,7 @@ def after_exceptions(where: str) -> float:
         else:
             return float("inf")
     armed = False
-    if where == "backward":  # what was reduced before stays, as after any backward that fails
+    if where == "backward":  # reduced gradients stay, as after any backward that fails
         model.zero_grad()
     run(model, mine(SOME)).backward()
     mean(plain, SOME)
@@ -256,7 +256,7 @@ def test_goes_on_after_exceptions(pool: RankPool, where: str) -> None:
 
 @on_ranks(2)
 def test_tied_parameters() -> None:
-    """A weight of two experts that belongs to the root, which ranks do not skip."""
+    """A weight of two experts may belong to the root, which no rank skips."""
     plain = Case().model()
     for block in plain.blocks:
         block.experts[1].up.weight = plain.blocks[0].experts[1].up.weight
@@ -323,7 +323,7 @@ def message_of(call: Callable[[], object], *kinds: type[Exception]) -> str:
 
 
 def in_detail() -> float:
-    """With the order of units checked, of those that have one."""
+    """Train with a check of the order of units, which applies to units that are always used."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         case = Case(flat=True)
@@ -369,7 +369,7 @@ def test_refusals(flat: bool) -> None:
 
 
 class TwoParents(nn.Module):
-    """A block that two others have inside; one may be inside of the other."""
+    """Two modules that both contain a block; one of them may contain the other."""
 
     def __init__(self, *, nested: bool) -> None:
         super().__init__()
@@ -387,7 +387,7 @@ def tolerated_in_two_parents(nested: bool) -> str:
     try:
         model.one[1].set_skip_tolerance(True)
     except ConfigError as error:
-        model(torch.ones(2, DIM)).sum().backward()  # as it was
+        model(torch.ones(2, DIM)).sum().backward()  # works as before
         return str(error)
     model(torch.ones(2, DIM)).sum().backward()
     return ""
@@ -416,7 +416,7 @@ def test_may_change_between_steps() -> None:
 
 @on_ranks(2)
 def test_copies_and_writes() -> None:
-    """Deep copies tolerate what the original did; full parameters go in and out as ever."""
+    """Deep copies keep the tolerance, and full parameters can be changed."""
     plain, model = make()
     run(model, mine(SOME)).backward()
     twin = copy.deepcopy(model)
@@ -430,7 +430,7 @@ def test_copies_and_writes() -> None:
 
 
 def collectives() -> list[str]:
-    """Of a step that is not the first."""
+    """Return the collectives of a second step."""
     _, model = make()
     run(model, [[0, 1], [1]]).backward()
     unit = unit_of(model)

@@ -1,4 +1,4 @@
-"""Ranks may be threads of one process, as PyTorch's own tests have them."""
+"""Ranks may be threads of one process, as in PyTorch's own tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows(number: int) -> torch.Tensor:
 
 
 def train(model: Any, pieces: Any) -> Any:
-    """Three steps of two passes; the optimizers of all ranks step while others are in backward."""
+    """Train three steps of two microbatches; ranks may step during another rank's backward."""
     optimizer = optimizer_of(model)
     for number in range(3):
         for last in (False, True):
@@ -78,7 +78,7 @@ def test_ranks_may_be_threads(pool: RankPool) -> None:
 
 @on_ranks(2)
 def test_an_optimizer_may_step_in_another_thread() -> None:
-    """Units stay unsharded, and the optimizer of the whole model steps in another thread."""
+    """The optimizer steps in another thread while units stay unsharded."""
     plain, model = make(), shard(make())
     model.set_reshard_after_backward(False)
     for one in (plain, model):

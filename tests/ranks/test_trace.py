@@ -1,4 +1,4 @@
-"""``fullshard.trace`` on ranks: what it hears, where steps end, and what it leaves behind."""
+"""``fullshard.trace`` on ranks: recorded actions, the ends of steps, and written files."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def actions(found: Any) -> list[str]:
 
 
 def hears_all(folder: str, flat: bool) -> None:
-    """Compare with a transcript, and with what the meter says of buffers."""
+    """Compare recorded actions with a transcript, and recorded buffers with the meter."""
     model: Any = sharded()
     if flat:
         torch.manual_seed(0)
@@ -96,7 +96,7 @@ def hears_all(folder: str, flat: bool) -> None:
         for _ in range(4):
             train(model, optimizer, accumulate=2)
     found = recorded(folder)
-    assert found["missed"] == []  # each step is like the one before
+    assert found["missed"] == []  # each step equals the one before
     assert engine(model).recorder is transcript and engine(model).observer is None
     assert actions(found) == [str(action) for action in transcript.actions()]
     assert found["spent"]["step"]["count"] + 1 == len(found["steps"]) == 4
@@ -149,10 +149,10 @@ def test_steps_are_delimited_by_what_the_loop_does(tmp_path: Path) -> None:
             first.step()
             second.step()
             evaluate()
-        model(torch.ones(2, DIM)).sum().backward()  # no step
+        model(torch.ones(2, DIM)).sum().backward()  # without a step
     found = recorded(str(tmp_path))
     counts = {kind: one["count"] for kind, one in found["spent"].items()}
-    assert counts == {"step": 2, "evaluation": 4, "part": 1}  # without the first step
+    assert counts == {"step": 2, "evaluation": 4, "part": 1}  # the first step is left out
     for step in found["steps"]:
         forwards = [what for what, unit, *_ in step["work"] if unit == LAYERS and what == "forward"]
         assert len(forwards) == 2
@@ -162,7 +162,7 @@ def test_steps_are_delimited_by_what_the_loop_does(tmp_path: Path) -> None:
 def skips(folder: str, seed: int) -> None:
     model = sharded()
     optimizer = sgd(model)
-    generator = torch.Generator().manual_seed(seed)  # the same on all ranks
+    generator = torch.Generator().manual_seed(seed)  # equal on all ranks
     with fullshard.trace(model, folder):
         for _ in range(8):
             used = [n for n in range(LAYERS) if torch.rand((), generator=generator) < 0.6]
@@ -179,7 +179,7 @@ def test_guesses_that_never_came_are_named(pool: RankPool, tmp_path: Path) -> No
 
 @on_ranks(1, process_group=False)
 def test_times_are_those_of_lanes_where_they_have_clocks(tmp_path: Path) -> None:
-    """On lanes with clocks of their own, on which each gather takes a second."""
+    """Recorded times are those of lanes with clocks, on which each gather takes a second."""
     lanes = DryLanes(duration_s=lambda exchange: 1.0, note=lambda span: None)
     with dry_world(2, 0, carry=lanes.carry, adds_wide=False):
         mesh = init_device_mesh("cpu", (2,))
@@ -196,10 +196,10 @@ def test_times_are_those_of_lanes_where_they_have_clocks(tmp_path: Path) -> None
     for step in found["steps"]:
         of_lanes = {row[0] for row in step["actions"] if row[5] is not None}
         assert of_lanes == {"unshard", "wait", "reduce_scatter", "finish_reduce"}
-    # No computation takes time here, so communication is waited for in full: in each step two
-    # gathers of a layer, and the last of the reductions, which overlap with gathers otherwise.
+    # Computation takes no time here, so all communication is waited for: in each step two gathers
+    # of a layer, and the last reduction. Other reductions overlap with gathers.
     gathers = [one["gather"]["total_s"] for one in found["totals"]]
-    assert gathers == [pytest.approx(2 * 2.0)] * 3 + [0.0]  # of two steps: not of the first
+    assert gathers == [pytest.approx(2 * 2.0)] * 3 + [0.0]  # of two steps, without the first
     reductions = [one["reduction"]["total_s"] for one in found["totals"]]
     assert reductions == [pytest.approx(2 * 1.0), 0.0, 0.0, 0.0]
 
@@ -220,7 +220,7 @@ def test_an_exception_ends_a_trace_and_goes_on(tmp_path: Path) -> None:
 
 
 class Exhausted(nn.Module):
-    """Runs out of memory when it is told to."""
+    """A layer that raises an out-of-memory error while ``is_full``."""
 
     is_full = False
 
@@ -241,7 +241,7 @@ def test_out_of_memory_ends_in_a_report(tmp_path: Path) -> None:
     model.layers[2] = nn.Sequential(nn.Linear(DIM, DIM), full)
     shard_units(model, model.layers)
     optimizer = sgd(model)
-    folder = f"{folder}/{dist.get_rank()}"  # as on hosts without a common folder
+    folder = f"{folder}/{dist.get_rank()}"  # like hosts without a common folder
     with suppress(torch.OutOfMemoryError), fullshard.trace(model, folder):
         train(model, optimizer)
         full.is_full = True
@@ -250,7 +250,7 @@ def test_out_of_memory_ends_in_a_report(tmp_path: Path) -> None:
     assert (found["where"], found["tried_nbytes"]) == ("layers.2", 1024)
     assert found["allocated_nbytes"] == 1 << 20
     nbytes = (DIM + 1) * DIM * 4
-    for unit in ("layers.2", "(root)"):  # the one that ran, and what encloses it
+    for unit in ("layers.2", "(root)"):  # the unit that ran, and the unit around it
         assert found["held"][unit] == {"parameters": nbytes // 2, "unsharded": nbytes}
     ahead = {"parameters": nbytes // 2, "gather_output": nbytes}
     assert found["held"]["layers.3"] == ahead
@@ -287,7 +287,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_tree_of_several_engines_is_one_trace(tmp_path: Path) -> None:
-    """Units that no root joins have an engine each."""
+    """Units without a common root have one engine each."""
     model = nn.ModuleList(fully_shard(nn.Linear(DIM, DIM)) for _ in range(3))
     optimizer = sgd(model)
     with fullshard.trace(model, str(tmp_path)):
@@ -330,7 +330,7 @@ def test_a_step_that_does_as_planned_is_told_so(pool: RankPool, tmp_path: Path) 
 
 
 def many_steps(folder: str, steps: int) -> tuple[int, int]:
-    """Bytes of the file, and how many steps are in it whole."""
+    """Return the bytes of the file, and the number of steps recorded in full."""
     model = fully_shard(nn.Linear(2, 2))
     optimizer = sgd(model)
     trace = fullshard.trace(model, folder, keep=5)
@@ -350,7 +350,7 @@ def many_steps(folder: str, steps: int) -> tuple[int, int]:
 def test_size_does_not_grow_with_the_number_of_steps(pool: RankPool, tmp_path: Path) -> None:
     few = pool.run(1, many_steps, str(tmp_path), 50)[0]
     many = pool.run(1, many_steps, str(tmp_path), 2_000, timeout_s=120)[0]
-    assert max(few[1], many[1]) <= 5 + 3  # the slowest may be among the last
+    assert max(few[1], many[1]) <= 5 + 3  # the slowest steps may be among the last
     assert many[0] < 2 * few[0]
 
 

@@ -1,4 +1,4 @@
-"""Programs of ``fullshard translate`` train as the unsharded model does."""
+"""Programs written by ``fullshard translate`` train as the unsharded model does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a process of the pool does: wait for a job, run it, answer.
+"""A process of the pool: it waits for a job, runs it, and replies.
 
-A worker knows its rank and keeps its process group from one job to the next, because most tests in
-a row use the same world. The group has a number, chosen by the pool: a job that comes with another
-number gets a fresh group, so ranks that sat out some jobs never talk through a stale one.
+A worker knows its rank. It keeps its process group from one job to the next, because most tests in
+a row use the same world size. The pool numbers the groups: a job with another number gets a new
+group, so ranks that missed some jobs never use an old one.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 class Job:
     """One function call on one rank."""
 
-    call: bytes  # pickled (function, args, kwargs); opened where an error can be reported
+    call: bytes  # pickled (function, args, kwargs); unpickled where an error can be reported
     world: int
-    group: int | None  # number of the process group to be in; None: no process group at all
+    group: int | None  # number of the process group to join; None: no process group
 
 
 @dataclass(frozen=True)
 class Reply:
-    """How a job ended on one rank: a pickled result, or the traceback that prevented it."""
+    """The end of a job on one rank: a pickled result, or the traceback of an exception."""
 
     result: bytes = b""
     error: str = ""
     failed_at_s: float = 0.0  # on the clock that all processes of the machine share
-    same_group: bool = True  # the job left exactly the default group that it was given
+    same_group: bool = True  # the job left only its default group
 
 
 @dataclass(frozen=True)
 class Station:
-    """What a worker is told once, at its start."""
+    """The settings that a worker gets at its start."""
 
     rank: int
     store_port: int
@@ -68,7 +68,7 @@ class Station:
 
 
 class GroupKeeper:
-    """Holds the default process group between jobs and replaces it when a job asks for another."""
+    """The default process group of this worker, kept until a job names another one."""
 
     def __init__(self, station: Station) -> None:
         self._rank = station.rank
@@ -76,10 +76,10 @@ class GroupKeeper:
         self._number: int | None = None
 
     def enter(self, job: Job) -> None:
-        """Be in the group that the job names; if it is new, the job's ranks make it together."""
+        """Join the group that the job names; the job's ranks create a new one together."""
         if job.group is not None and job.group == self._number:
             return
-        self.leave()  # without a number too: the job before may have made a group of its own
+        self.leave()  # also without a number: the job before may have made its own group
         if job.group is None:
             return
         store = dist.PrefixStore(f"group{job.group}", self._store)
@@ -87,15 +87,15 @@ class GroupKeeper:
         self._number = job.group
 
     def leave(self) -> None:
-        """Be in no group; peers waiting for this rank see a closed connection, not a hang."""
+        """Leave the group; ranks waiting for this rank see a closed connection, not a hang."""
         self._number = None
         if dist.is_initialized():
-            _mesh.forget_meshes()  # or later jobs would be handed the meshes of this one
-            gc.collect()  # models are cycles; they hold meshes, and these the threads of groups
+            _mesh.forget_meshes()  # or later jobs would get the meshes of this job
+            gc.collect()  # models are cycles that hold meshes, and so the threads of groups
             dist.destroy_process_group()
 
     def is_unchanged(self) -> bool:
-        """Whether the job made no further groups and left the default one alone."""
+        """Return True if the job made no other groups and left its default group alone."""
         if self._number is None:
             return not dist.is_initialized()
         return dist.is_initialized() and dist.get_pg_count() == 1
@@ -106,7 +106,7 @@ def main(station: Station, pipe: Connection) -> None:
     stacks = open(station.stack_path, "w")  # noqa: SIM115 - faulthandler writes to it until the end
     faulthandler.enable(file=stacks)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C
     threading.Thread(target=die_with_parent, daemon=True).start()
     _clean_environment()
     torch.set_num_threads(1)
@@ -121,24 +121,24 @@ def main(station: Station, pipe: Connection) -> None:
 
 
 def perform(job: Job, groups: GroupKeeper, warning_filters: Sequence[str]) -> Reply:
-    """Call the job's function; whatever goes wrong becomes part of the reply."""
+    """Call the job's function; report any exception in the reply."""
     try:
         groups.enter(job)
         function, args, kwargs = _loaded(job.call)
         for step in watch.steps():
-            step.is_abandoned = True  # no job goes on with the models of another
+            step.is_abandoned = True  # no job continues with an earlier job's models
         with _private_state(warning_filters), strict():
             result = function(*args, **kwargs)
         return Reply(result=pickle.dumps(result), same_group=groups.is_unchanged())
     except BaseException as raised:  # a SystemExit must not end the worker
         error, failed_at_s = _told(raised), time.monotonic()
-    # Only here is the failed call's frame gone, and with it what it held of the group.
+    # Only here are the frames of the failed call gone, with their references to the group.
     groups.leave()
     return Reply(error=error, failed_at_s=failed_at_s, same_group=False)
 
 
 def _told(raised: BaseException) -> str:
-    """Return the traceback, and for a failed assertion the values of names where it stands."""
+    """Return the traceback, and after a failed assertion the values of local names."""
     told = traceback.format_exc()
     if isinstance(raised, AssertionError):
         frame, _ = list(traceback.walk_tb(raised.__traceback__))[-1]
@@ -153,27 +153,27 @@ for _kind in ("Tensor", "Parameter", "DTensor"):  # their memory may be freed
 
 
 def _loaded(call: bytes) -> Any:
-    """What is to be called, its modules imported.
+    """Unpickle a job's call, and freeze modules that were imported since the last job.
 
-    What modules are made of lives as long as the process. Frozen, it costs the collections that
-    end the jobs no time, which is most of what they would take. Jobs import modules, too.
+    Objects of modules live as long as the process. The garbage collections at the end of jobs skip
+    frozen objects, which otherwise take most of their time. Jobs import modules, too.
     """
     global _num_frozen
     loaded = pickle.loads(call)
     if len(sys.modules) > _num_frozen:
-        gc.collect()  # or the jobs before would stay as well
+        gc.collect()  # or objects of earlier jobs would stay as well
         gc.freeze()
         _num_frozen = len(sys.modules)
     return loaded
 
 
 _num_frozen = 0
-"""How many modules were imported when ``_loaded`` last froze them."""
+"""Number of imported modules when ``_loaded`` last froze them."""
 
 
 @contextmanager
 def _private_state(warning_filters: Sequence[str]) -> Iterator[None]:
-    """What a job sets for the whole process does not reach the next job."""
+    """Undo changes that a job makes for the whole process: dtype, seed, warnings and threads."""
     dtype = torch.get_default_dtype()
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -185,7 +185,7 @@ def _private_state(warning_filters: Sequence[str]) -> Iterator[None]:
 
 
 def _clean_environment() -> None:
-    """No launcher's variables, which torch would read; gloo on the loopback device only."""
+    """Remove variables of launchers, which torch would read; keep gloo on the loopback device."""
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     if sys.platform == "linux":
@@ -193,11 +193,11 @@ def _clean_environment() -> None:
 
 
 def die_with_parent() -> None:
-    """A worker that hangs while its test session is killed would otherwise hang forever."""
+    """End this process with the pool's; a worker in a hanging job would otherwise run forever."""
     parent = parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-WATCHER = die_with_parent.__name__  # its stack tells a reader nothing
+WATCHER = die_with_parent.__name__  # its stack is left out of reports

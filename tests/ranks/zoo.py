@@ -1,4 +1,4 @@
-"""Kinds of modules found in the wild, each small, with data to train it on."""
+"""Small modules of the kinds that users shard, with data to train them on."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["ZOO", "Specimen"]
 
 @dataclass(frozen=True)
 class Specimen:
-    """A model and how to train it; ``units`` are the submodules that are sharded first."""
+    """A model and its training; ``units`` are the submodules that are sharded first."""
 
     make: Callable[[], nn.Module]
     data: Callable[[int], Tensor] = lambda batch: noise(batch, 6, seed=3)
     units: Sequence[str] = ()
     options: dict[str, Any] = field(default_factory=dict)
     same_data: bool = False
-    """Every rank gets the whole batch: the model mixes the samples of a batch."""
+    """Each rank gets the full batch, since the model mixes the samples of a batch."""
     tolerance: float = 1e-12
 
 
@@ -64,7 +64,7 @@ class Lists(nn.Module):
 
 
 class WithEmpty(nn.Module):
-    """Parameters without elements, at the head, in the middle and at the end."""
+    """Parameters without elements, at the start, in the middle and at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class SeveralDtypes(nn.Module):
 
 
 class Tied(nn.Module):
-    """One parameter at four places, one module at two."""
+    """One parameter in four places, one module in two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def perceptron() -> nn.Module:
 
 
 def placed(dim: int) -> dict[str, Any]:
-    """Matrices are cut on ``dim``, which divides evenly by nothing."""
+    """Return options that shard matrices over ``dim``, which no number of ranks divides evenly."""
     return {"shard_placement_fn": lambda p: Shard(dim) if p.dim() > 1 else None}
 
 
