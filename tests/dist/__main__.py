@@ -1,8 +1,8 @@
 """Build wheel and sdist, check them, and use the wheel outside of the clone: ``make dist``.
 
-Both are built twice and must be the same, byte for byte. The wheel is installed into a clean
-environment, with nothing but what it requires, where ``fullshard`` tells its version, trains and
-runs a program of a user, which mypy and pyright check as strictly as they can.
+Both are built twice and must be equal byte for byte. The wheel is installed into a clean
+environment with only the packages that it requires. There ``fullshard`` prints its version, trains,
+and runs a user's program, which mypy and pyright check in their strictest modes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROGRAM = Path(__file__).with_name("program.py")
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
-    """Return what a command prints; end with all that it said if it fails."""
+    """Return the output of a command; exit with its complete output if it fails."""
     hidden = ("PYTHONPATH", "MYPYPATH", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(
@@ -37,7 +37,7 @@ def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
 
 
 def environment(folder: Path, *packages: str | Path) -> Path:
-    """Return the folder of programs of a new environment with ``packages``, pinned."""
+    """Create an environment with ``packages``, pinned; return its folder of programs."""
     venv.create(folder, with_pip=True)
     for one in packages:
         run(folder / "bin/python", "-m", "pip", "install", "-q", "--constraint", PINS, one)
@@ -61,14 +61,18 @@ def check_contents(wheel: Path) -> None:
         names = file.namelist()
     wanted = {"fullshard/py.typed", "fullshard/trace/report.html", "fullshard/__init__.py"}
     missing = wanted.difference(names)
-    foreign = {one for one in names if not one.startswith(("fullshard/", "fullshard-", "fullshard_command.py"))}
+    foreign = {
+        one
+        for one in names
+        if not one.startswith(("fullshard/", "fullshard-", "fullshard_command.py"))
+    }
     if missing or foreign:
         sys.exit(f"{wheel.name} lacks {missing or 'nothing'}, and has {foreign or 'no more'}")
     print(f"{wheel.name}: {len(names)} files, {wheel.stat().st_size / 1e3:,.0f} kB")
 
 
 def use(wheel: Path, tools: Path, folder: Path) -> None:
-    """Install the wheel alone, and do what a user does."""
+    """Install the wheel alone, and run it as a user does."""
     pinned = next(one for one in PINS.read_text().split() if one.startswith("torch=="))
     clean = environment(folder / "clean", pinned, wheel)
     told = run(clean / "fullshard", "--version", cwd=folder).strip()

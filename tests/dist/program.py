@@ -1,4 +1,4 @@
-"""A user's program, checked by strict type checkers against the installed wheel, and run."""
+"""A user's program, checked by strict type checkers against the installed wheel, then run."""
 
 from __future__ import annotations
 

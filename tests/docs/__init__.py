@@ -1,1 +1,1 @@
-"""The site that ``make docs`` makes, and the programs on its pages."""
+"""Tests of the site that ``make docs`` builds, and of the programs on its pages."""

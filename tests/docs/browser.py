@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 
 
 def chromium() -> str | None:
-    """The program, if this machine has one."""
+    """Return the path of Chromium, or None if this machine has none."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     return next(filter(None, map(shutil.which, names)), None)
 
@@ -35,7 +35,7 @@ class Browser:
         self._received, self._number = b"", 0
         self._session: str | None = None
         self.complaints: list[str] = []
-        """What pages wrote to the console as an error or a warning, or raised."""
+        """Warnings, errors and exceptions that pages wrote to the console."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -58,7 +58,7 @@ class Browser:
         self.wait_for(f"document.readyState == 'complete' && location.href == {json.dumps(url)}")
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of an expression of JavaScript."""
+        """Return the value of a JavaScript expression."""
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"])
@@ -74,7 +74,7 @@ class Browser:
         return value
 
     def picture(self) -> bytes:
-        """Return what is seen, as a PNG."""
+        """Return the visible part of the page as a PNG."""
         return base64.b64decode(self._call("Page.captureScreenshot")["data"])
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:

@@ -19,11 +19,11 @@ WITHOUT_A_NETWORK = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the site, built as by ``make docs``: without a warning, in a minute."""
+    """Build the site as ``make docs`` does, within a minute and without a warning."""
     pytest.importorskip("sphinx", reason="the site needs the extra: pip install '.[docs]'")
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # which all workers have in common
+        folder = folder.parent  # common to all workers
     out, built = folder / "site", folder / "site.built"
     with FileLock(folder / "site.lock"):
         if not built.exists():

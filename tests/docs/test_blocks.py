@@ -1,7 +1,8 @@
-"""Each program on a page runs, on two ranks, or the page says why it does not.
+"""Each program on a page runs on two ranks, or the page says why not.
 
-A block of Python is run by this file, unless the line before it is ``<!-- not run: REASON -->``, or
-another file runs the blocks of the page. A block of text right behind it is what it prints.
+This file runs each block of Python, unless another file runs the blocks of the page, or the line
+before the block is ``<!-- not run: REASON -->``. A block of text right after a program is its
+output.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ELSEWHERE = {  # the start of a page's path, and the file that runs its blocks
 
 
 class Block(NamedTuple):
-    """A block of Python on a page, and the names that the page takes for granted."""
+    """A block of Python on a page, and the names that the page assumes to exist."""
 
     page: str
     number: int
@@ -73,7 +74,7 @@ fullshard.shard_blocks(model)
 model(torch.ones(2, 16)).square().mean().backward()
 """
 
-BEFORE = {  # what a page takes for granted, by page and number of the block
+BEFORE = {  # names that a page assumes to exist, by page and number of the block
     "compat.md 0": """
 def build_and_shard():
     from torch.distributed.fsdp import fully_shard
@@ -139,13 +140,13 @@ fully_shard(model["block"])
 
 
 def run_block(source: str) -> str:
-    """Run a block on this rank, and return what it prints."""
+    """Run a block on this rank, and return its output."""
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
         with redirect_stdout(StringIO()) as printed:
             exec(compile(source, "block", "exec"), names)
     finally:
-        while patch._patched is not None:  # a patch that stays would reach the tests that follow
+        while patch._patched is not None:  # a leftover patch would reach the tests that follow
             patch._patched.wanted_by[-1].undo()
     return printed.getvalue()
 

@@ -1,7 +1,7 @@
-"""Each command on a page runs as it is written there, or a line here says what runs it, or why not.
+"""Each command on a page runs as written, or a line here says where it runs, or why not.
 
-Pages show commands in blocks and in backticks. A reader fills in words in capitals, such as
-``FOLDER``, and dots. The options, targets and files of each command exist.
+Pages show commands in blocks and in backticks. Words in capitals, such as ``FOLDER``, and dots are
+placeholders. The options, targets and files of each command exist.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def options_of(command: Any) -> set[str]:
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """Return the command of ``fullshard`` that the words name, and the words behind it."""
+    """Split the words into a subcommand of ``fullshard`` and its arguments."""
     command: Any = typer.main.get_command(app)
     while hasattr(command, "commands") and words:
         command, words = command.commands[words[0]], words[1:]
@@ -124,7 +124,7 @@ def test_a_command_runs_as_written(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(text)[1:]) in (0, 1)  # 1: something was found, or does not fit
+    assert main(shlex.split(text)[1:]) in (0, 1)  # 1: a finding, or a model that does not fit
     assert capfd.readouterr().out
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""The site as it is seen, opened from its folder in a headless Chromium."""
+"""The site as a reader sees it, opened from its folder in a headless Chromium."""
 
 from __future__ import annotations
 

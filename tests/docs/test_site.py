@@ -1,4 +1,4 @@
-"""The site is whole: an entry for each name, links that lead somewhere, pages that can be found."""
+"""The site is complete: an entry for each name, no dead links, and every page can be found."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES = sorted(page for page in DOCS.rglob("*.md"))
 
 
 class Page(HTMLParser):
-    """The anchors of a page, where it leads, and its navigation."""
+    """The anchors of a page, its links, and its navigation."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_each_public_name_has_an_entry_and_a_docstring(module: str, anchors: set
 
 
 def test_each_method_of_a_public_class_has_an_entry(anchors: set[str]) -> None:
-    """With those from bases of ours, which are not public."""
+    """Methods inherited from private base classes count too."""
     wanted = set()
     public = [one for module in PUBLIC_MODULES for one in public_names(module).values()]
     for one in filter(inspect.isclass, public):
@@ -132,7 +132,7 @@ def test_no_link_is_dead(site: Path, pages: dict[Path, Page]) -> None:
 def test_each_page_is_in_the_navigation(pages: dict[Path, Page], site: Path) -> None:
     found = pages[site / "index.html"].navigation
     wanted = {page.relative_to(DOCS).with_suffix(".html").as_posix() for page in SOURCES}
-    assert wanted - found == {"index.html"}  # the title of each page leads there
+    assert wanted - found == {"index.html"}  # the title of each page links to the index
 
 
 def test_each_variable_that_the_source_reads_is_explained() -> None:

@@ -1,1 +1,1 @@
-"""Training that is killed at random moments, again and again, and goes on from what it saved."""
+"""Jobs that are killed at random moments must resume from their last checkpoint."""

@@ -1,10 +1,10 @@
-"""Make jobs fail, and say what came of it.
+"""Make jobs fail, and report how they ended.
 
-python -m tests.faults --kills 1000           kill jobs that save, and say what they lost
-python -m tests.faults table [words] --write  every fault on one rank, and who is named
-python -m tests.faults table --device         on a fake device, whose collectives no host waits for
-python -m tests.faults random --count 1000    random ones
-python -m tests.faults recover --count 100    jobs that go on without the ranks that were killed
+python -m tests.faults --kills 1000           # kill jobs that save; report lost steps
+python -m tests.faults table [words] --write  # every fault on one rank
+python -m tests.faults table --device         # on a fake device, whose host never waits
+python -m tests.faults random --count 1000    # faults drawn at random
+python -m tests.faults recover --count 100    # jobs that continue without killed ranks
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.faults.rank import ON_CPUS, Engine, Wire
 
 
 def kill(arguments: Sequence[str]) -> int:
-    """Kill jobs that save."""
+    """Kill jobs that save checkpoints."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults")
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
@@ -46,7 +46,7 @@ def kill(arguments: Sequence[str]) -> int:
 
 
 def tabulate(arguments: Sequence[str]) -> int:
-    """Run the table, or rows of it."""
+    """Run the table of faults, or some of its rows."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults table")
     parser.add_argument("words", nargs="*", help="rows with one of these in their title")
     parser.add_argument("--engine", nargs="*", choices=[one.name.lower() for one in Engine])
@@ -62,7 +62,7 @@ def tabulate(arguments: Sequence[str]) -> int:
     engines = [Engine[one.upper()] for one in options.engine or []] or list(Engine)
     wires = [Wire.NCCL] * options.nccl + [Wire.DEVICE] * options.device or ON_CPUS
     if options.device and Engine.TORCH in engines:
-        engines.remove(Engine.TORCH)  # whose streams and collectives are not those of the device
+        engines.remove(Engine.TORCH)  # its streams and collectives are not those of the fake device
 
     def tell(case: table.Case, result: Result, verdict: Verdict) -> None:
         print(f"{case} | {verdict}", flush=True)
@@ -80,7 +80,7 @@ def tabulate(arguments: Sequence[str]) -> int:
 
 
 def parser_of_numbers(command: str, *, count: int, shows: str) -> argparse.ArgumentParser:
-    """Return a parser for jobs that are drawn, each from a number."""
+    """Return a parser for a command whose jobs are drawn, each from a number."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.faults {command}")
     parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
@@ -110,7 +110,7 @@ def strike(arguments: Sequence[str]) -> int:
 
 
 def recover(arguments: Sequence[str]) -> int:
-    """Run jobs that go on when ranks of theirs are lost."""
+    """Run jobs that continue after losing ranks."""
     parser = parser_of_numbers("recover", count=100, shows="what ranks told, of all jobs")
     options = parser.parse_args(arguments)
     seconds = []
@@ -128,7 +128,7 @@ def recover(arguments: Sequence[str]) -> int:
 
 
 def said(result: Result) -> str:
-    """What each rank of a job told, shortened."""
+    """Return the errors and logs of each rank of a job, shortened."""
     return "\n".join(
         f"    rank {rank}: {one.kind or 'normal end'}: {one.text[-2000:]}"
         + "".join(f"\n        {level}: {text}" for level, text in one.logs + one.caught)

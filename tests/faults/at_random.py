@@ -1,4 +1,4 @@
-"""Faults drawn at random, each from a number; ``python -m tests.faults random``."""
+"""Jobs with a random fault, each drawn from a number; ``python -m tests.faults random``."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tests.faults.strike import Strike
 from tests.faults.table import seen
 
 _STEPS = 5
-_STALL_S = 4.0  # longer than the patience
+_STALL_S = 4.0  # longer than the patience of the watch
 
 
 def drawn(seed: int, number: int) -> Job:
-    """Return the job of a number."""
+    """Return the job with this number."""
     draw = random.Random(f"{seed} {number}")
     what = draw.choice([*EXPECTED])
     phase = draw.choice(EXPECTED[what].phases)
     last = NUM_BLOCKS - (2 if what is What.SWAP else 1)
     fault = Fault(what, phase, draw.randint(0, last), _STALL_S)
     world = draw.randint(2, 4)
-    last_step = _STEPS - (phase is Phase.OPTIMIZER)  # after which nobody waits for anybody
+    last_step = _STEPS - (phase is Phase.OPTIMIZER)  # after the last step no rank waits for another
     return Job(
         fault,
         draw.choice([Engine.UNITS, Engine.UNITS, Engine.FLAT]),
@@ -40,13 +40,13 @@ def drawn(seed: int, number: int) -> Job:
         victim=draw.randrange(world),
         at_step=1 if phase is Phase.BUILD else draw.randint(1, last_step),
         steps=_STEPS,
-        # a save finds by itself that ranks have stepped apart
+        # a save notices by itself that one rank has stepped and the others have not
         saves=what is not What.CAUGHT_ALONE and draw.random() < 0.5,
     )
 
 
 def saved(job: Job) -> Callable[[Path], str]:
-    """Return what looks for the checkpoints that ``job`` must have left, and loads them."""
+    """Return a function that verifies and loads the checkpoints which ``job`` must have written."""
 
     def look(folder: Path) -> str:
         if not job.saves:
@@ -69,7 +69,7 @@ def saved(job: Job) -> Callable[[Path], str]:
 def run_random(
     seed: int, numbers: range, at_once: int, tell: Callable[[int, Result, Verdict], None]
 ) -> Counter[str]:
-    """Run the jobs of ``numbers``; return how many there were of each verdict."""
+    """Run the jobs with these numbers; return the number of jobs by verdict."""
     found: Counter[str] = Counter()
 
     def one(number: int) -> tuple[int, Result, Verdict]:

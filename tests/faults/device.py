@@ -1,16 +1,16 @@
-"""A device on a CPU: the host issues its work, and does not wait for it.
+"""A fake accelerator on a CPU: the host issues work, and does not wait for it.
 
 Streams are threads that do their work in order. An operation on tensors of the device queues work
-on the current stream, and the host learns no more than shapes. The host waits where a program on a
-GPU would: in ``item()``, ``tolist()``, ``cpu()``, and in operations whose shapes depend on values.
-``Device`` stands in for ``torch.cuda`` in ``StreamLanes``.
+on the current stream; the host learns only the shapes of the results. The host waits where a
+program on a GPU would: in ``item()``, ``tolist()``, ``cpu()``, and in operations whose shapes
+depend on values. ``Device`` replaces ``torch.cuda`` in ``StreamLanes``.
 
-In the ``with`` block of a device, tensors of one or more dims that operations make are the
-device's, and so are the results of operations on them. Numbers of no dims are the host's until
-they meet others, as the count of steps in an optimizer is.
+In the ``with`` block of a device, new tensors of one or more dims are on the device, and so are the
+results of operations on them. A 0-dim tensor, such as the step count of an optimizer, stays on the
+host until an operation combines it with a tensor of the device.
 
-Memory is not modelled: freed buffers keep theirs, so a use of them after that is not noticed
-(``tests/lanes`` looks for these). Neither is speed.
+Memory is not modelled: a freed buffer keeps its memory, so a use after the free goes unnoticed
+(``tests/lanes`` looks for such uses). Speed is not modelled either.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _AT_ONCE = frozenset(
     "empty_like zeros_like ones_like full_like new_empty new_empty_strided new_zeros new_ones"
     " new_full is_same_size".split()
 )
-"""Operations that look at shapes alone, and make memory that no stream knows yet."""
+"""Operations that depend on shapes alone, and allocate memory that no stream uses yet."""
 
 _errors: list[Exception] = []
-"""What work on streams raised."""
+"""Exceptions raised by work on streams."""
 
 
 class Stream:
-    """See ``torch.cuda.Stream``."""
+    """A stand-in for ``torch.cuda.Stream``."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="stream", daemon=True).start()
 
     def _run(self) -> None:
-        # The host has recorded gradients and counted versions when it issued the work.
+        # Autograd and version counters have seen the operation when the host issued it.
         versions = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(versions):
             while True:
@@ -74,7 +74,7 @@ class Stream:
 
 
 class Event:
-    """See ``torch.cuda.Event``; one that was never recorded is passed."""
+    """A stand-in for ``torch.cuda.Event``; an event that was never recorded counts as complete."""
 
     def __init__(self, current: Stream) -> None:
         self._current = current
@@ -98,7 +98,7 @@ class Event:
 
 
 class Device(TorchDispatchMode):
-    """See the docstring of this file."""
+    """The fake accelerator, see the docstring of this file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Device(TorchDispatchMode):
         if any(issubclass(one, FakeTensor) for one in types):
             return op(*args, **kwargs)
         if not all(one.__torch_dispatch__ is Tensor.__torch_dispatch__ for one in types):
-            return NotImplemented  # what the class does with its parts comes here
+            return NotImplemented  # the subclass calls operations on its inner tensors
         name, given = schema.name.split("::")[1], tensors((args, kwargs))
         by_name = dict(zip([one.name for one in schema.arguments], args, strict=False)) | kwargs
         written = [
@@ -151,7 +151,7 @@ class Device(TorchDispatchMode):
             result = (None, written[0], written)[min(len(schema.returns), 2)]
         else:
             result = NotImplemented
-        # What is drawn comes from a generator of the host.
+        # Random numbers come from the host's generator, so the host waits.
         is_drawn = torch.Tag.nondeterministic_seeded in op.tags
         if result is NotImplemented or is_drawn or op.namespace != "aten":
             self.current_stream().synchronize()
@@ -170,7 +170,7 @@ class Device(TorchDispatchMode):
         return result
 
     def reading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``plain``, which reads a tensor without an operation, behind a wait."""
+        """Return ``plain``, which reads a tensor without an operation, preceded by a wait."""
 
         def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(tensor, Tensor) or any(map(is_away, tensors(tensor))):
@@ -181,7 +181,7 @@ class Device(TorchDispatchMode):
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Run the block on the device."""
+        """Let operations in the block run on the fake device."""
 
         def cpu(tensor: Tensor) -> Tensor:
             self.current_stream().synchronize()
@@ -196,7 +196,7 @@ class Device(TorchDispatchMode):
             found.is_away = getattr(whole, "is_away", False)
             return found
 
-        def keep(memory: Any, nbytes: int) -> Any:  # a stream may still use it
+        def keep(memory: Any, nbytes: int) -> Any:  # a stream may still use the memory
             return memory if nbytes <= memory.nbytes() else resize(memory, nbytes)
 
         with ExitStack() as stack:
@@ -213,12 +213,12 @@ class Device(TorchDispatchMode):
 
 
 def _passed(tensor: Tensor) -> Tensor:
-    """Return what a kernel gets of an argument: an address, or a copy of what the host has now."""
+    """Return a tensor as a kernel sees it: by address, or, on the host, its values of now."""
     return tensor.detach() if is_away(tensor) else tensor.clone()
 
 
 def _shaped_as(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return new tensors for the results; ``NotImplemented`` if the results depend on values."""
+    """Return new tensors for the results; ``NotImplemented`` if their shapes depend on values."""
 
     def like(one: Tensor, device: str) -> Tensor:
         return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device)
@@ -236,18 +236,18 @@ def _shaped_as(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors inside of ``value``, those with memory of their own."""
+    """Return the dense tensors inside of ``value``; of a DTensor, its local tensor."""
     found = [one for one in tree_leaves(value) if isinstance(one, Tensor)]
     found = [getattr(one, "_local_tensor", one) for one in found]
     return [one for one in found if one.layout is torch.strided]
 
 
 def put(values: Iterable[Tensor]) -> None:
-    """Count tensors as the device's from now on."""
+    """Mark tensors as being on the device."""
     for one in values:
         one.untyped_storage().is_away = True  # type: ignore[attr-defined]
 
 
 def is_away(tensor: Tensor) -> bool:
-    """Return whether a tensor is the device's."""
+    """Return whether a tensor is on the device."""
     return getattr(tensor.untyped_storage(), "is_away", False)

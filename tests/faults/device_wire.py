@@ -1,13 +1,13 @@
-"""Collectives of a fake device, for which the host does not wait, as NCCL's; in files.
+"""Collectives of a fake device, for which the host does not wait (as with NCCL), over files.
 
 A collective is work on the current stream. It ends once all ranks of the group have issued the
-collective with the same number, kind and size. If ranks run different collectives, or a rank is
-gone, it never ends. An event behind each collective tells the watch. A fault aborts all of them:
-streams go on, with results that are not numbers, and later collectives raise.
+collective with the same number, kind and size. It never ends if ranks run different collectives, or
+a rank is gone. An event after each collective tells the watch that it is done. A fault aborts all
+collectives: streams continue with NaN as results, and later collectives raise.
 
-Not modelled: the errors and time-outs of NCCL, the watch that PyTorch has over it, which may end a
-process (SIGABRT), and kernels that take the device from each other. Objects and raw bytes travel
-over gloo; the host waits for them, as it does over NCCL, and a fault ends these waits as on a CPU.
+Not modelled: errors and time-outs of NCCL; PyTorch's NCCL watchdog, which may end a process
+(SIGABRT); and kernels that compete for the device. Objects and raw bytes travel over gloo; the host
+waits for them, as it does over NCCL, and a fault ends these waits as on a CPU.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from tests.faults.device import Device, Event, put
 _POLL_S = 0.001
 
 Finish = Callable[[list[Tensor]], object]
-"""Fills the outputs of a collective from what each rank has sent."""
+"""Function that computes the outputs of a collective from the tensors of all ranks."""
 
 
 class DeviceWire:
-    """The collectives of this process; ``folder`` is that of the job."""
+    """The collectives of this process, exchanged through files in ``folder``, the job's folder."""
 
     def __init__(self, device: Device, folder: Path) -> None:
         self._device = device
@@ -52,15 +52,15 @@ class DeviceWire:
         self._is_aborted = threading.Event()
 
     def abort(self) -> None:
-        """End all collectives, those to come too."""
+        """Abort the current collectives, and make later ones raise."""
         self._is_aborted.set()
 
     def mark(self, device_type: str) -> Event:
-        """See ``fullshard._torch.device.mark``."""
+        """Record an event, as ``fullshard._torch.device.mark`` does."""
         return self._device.current_stream().record_event()
 
     def ledger_for(self, plain: Any, group: dist.ProcessGroup, device_type: str) -> Any:
-        """See ``c10d.ledger_for``."""
+        """Return ``c10d.ledger_for``'s ledger, with ``aborts`` replaced."""
         ledger = plain(group, device_type)
         ledger.aborts = self.abort
         return ledger
@@ -89,10 +89,10 @@ class DeviceWire:
 
         self._device.current_stream().issue(work)
 
-    # See ``fullshard._torch.collectives``.
+    # Replacements for functions of ``fullshard._torch.collectives``.
 
     def all_gather(self, group: Any, outputs: Any, sources: Any, *, in_order: bool = False) -> None:
-        """In one collective for each source."""
+        """Issue one collective for each source."""
         for output, source in zip(outputs, sources, strict=True):
             output, source = output.detach(), source.detach()
             finish = partial(torch.cat, out=output)
@@ -125,7 +125,7 @@ def _reduced(rows: list[Tensor], op: Any) -> Tensor:
 
 @contextmanager
 def on_device(folder: Path) -> Iterator[Device]:
-    """Train on a fake device in the block; ranks exchange in ``folder``."""
+    """Train on a fake device in the block; ranks exchange files in ``folder``."""
     device = Device()
     wire = DeviceWire(device, folder)
     lanes = partial(StreamLanes, device)  # type: ignore[arg-type]

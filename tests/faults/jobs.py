@@ -1,4 +1,4 @@
-"""Runs jobs to which a fault happens, and takes down how each rank ended."""
+"""Runs a job with a fault, and records how each rank ended."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.faults.rows import What
 from tests.faults.strike import fault_s, notes_of
 
 START_S = 60.0
-"""So long a job may take until its fault, on a loaded machine."""
+"""Time limit from the start of a job to its fault, on a loaded machine."""
 LIMIT_S = GLOO_TIMEOUT_S + 15.0
-"""So long after the fault all ranks must have ended, some of them by gloo's time-out."""
+"""Time limit from the fault to the end of all ranks, some of which end by gloo's time-out."""
 _POLL_S = 0.01
 
 context = multiprocessing.get_context("forkserver")
@@ -33,7 +33,7 @@ context.set_forkserver_preload(["tests.faults.rank", "tests.faults.worker"])
 
 
 class Ranks:
-    """The processes of a job; as with torchrun, their store is kept by a process that lives."""
+    """The processes of a job. As with torchrun, the parent keeps their store and survives them."""
 
     def __init__(self, work: Callable[..., None], job: Any, folder: Path) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -49,12 +49,12 @@ class Ranks:
         return {rank for rank, one in enumerate(self.processes) if one.is_alive()}
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank, which may just have ended."""
+        """Send a signal to a rank, which may have ended already."""
         with suppress(ProcessLookupError):
             os.kill(self.processes[rank].pid, number)
 
     def abort(self, rank: int) -> None:
-        """End a rank, which prints its stacks."""
+        """End a rank with SIGABRT, so that it prints its stacks; kill it if that takes too long."""
         self.send(rank, signal.SIGABRT)
         self.processes[rank].join(2)
         self.kill(rank)
@@ -69,14 +69,15 @@ class Ending:
     """How a rank ended.
 
     Attributes:
-        kind: the class of its exception; a signal, one that stopped it too; "exit N"; "hang"; empty
-            for a normal end.
-        text: its exception's, or all that it printed where a signal ended it.
-        logs: what fullshard told it since the fault, each a level and a text. On a loaded machine
-            a rank may be late before.
+        kind: the class of its exception; the name of the signal that ended or stopped it; "exit N";
+            "hang"; empty for a normal end.
+        text: the text of its exception, or its complete output if a signal ended it.
+        logs: level and text of fullshard's log records since the fault. Before the fault a rank may
+            be reported as late, on a loaded machine.
         after_s: seconds from the fault to its end, or None.
-        told_s: seconds from the fault to the first log, or exception that its loop caught, or None.
-        caught: the exceptions that its loop caught.
+        told_s: seconds from the fault to the first log record, or to the first exception that its
+            loop caught, or None.
+        caught: class and text of the exceptions that its loop caught.
     """
 
     kind: str
@@ -89,20 +90,20 @@ class Ending:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a job: the ending of each rank, and its weights where it was asked for them."""
+    """How each rank of a job ended, and its final weights if the job writes them."""
 
     job: Job
     endings: tuple[Ending, ...]
     weights: tuple[Tensor, ...] = ()
     complaint: str = ""
-    """What ``look`` of ``run`` found wrong with what the job has left."""
+    """The problem that ``look`` found in the files of the job; empty if none."""
 
 
 def run(job: Job, look: Callable[[Path], str] = lambda _: "") -> Result:
-    """Run a job to its end, or end it; nothing of it is left.
+    """Run a job to its end, or kill it after the time limit; delete its files.
 
     Args:
-        look: looks at the folder of the job, returns what is wrong.
+        look: gets the folder of the job, and returns the problem that it finds there, or "".
     """
     folder = Path(tempfile.mkdtemp(prefix="fault-"))
     ranks = Ranks(work, job, folder)
@@ -122,7 +123,7 @@ def run(job: Job, look: Callable[[Path], str] = lambda _: "") -> Result:
 
 
 def _wait(job: Job, ranks: Ranks, folder: Path) -> dict[int, float]:
-    """Wait until all ranks ended that can, end the others; return when each was seen to be gone."""
+    """Wait for the ranks, then abort those that hang; return the time at which each rank ended."""
     start_s, gone_s = time.monotonic(), dict[int, float]()
     everyone = set(range(job.world))
     stopped = {job.victim} if job.fault.what is What.STOP else set()
@@ -144,7 +145,7 @@ def _wait(job: Job, ranks: Ranks, folder: Path) -> dict[int, float]:
 
 
 def _ending(job: Job, folder: Path, rank: int, code: int, gone_s: float | None) -> Ending:
-    """Return how a rank ended, from its diary, its exit code, and when it was seen to be gone."""
+    """Return how a rank ended, from its diary, its exit code, and the time of its end."""
     notes = notes_of(folder, rank)
     last = next((note for note in notes if note["what"] == "ended"), None)
     printed = (folder / f"printed-{rank}").read_text(errors="replace")

@@ -1,4 +1,4 @@
-"""What the endings of a job's ranks are worth to a user: who is named, and how fast."""
+"""Judges the endings of a job's ranks as a user would: is the right rank named, and how fast?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ACCUSES = re.compile(
     r"\brank (\d+)(?:(?!rank|had )[^.;,:\n]){0,40}?\b"
     r"(?:is gone|ended|exited|died|was killed|is stopped|was stopped|raised|failed)"
 )
-"""Where a text says that a rank is to blame; what only waits, or had ended a step, is not."""
+"""Matches text that blames a rank; a rank that only waits, or had ended a step, is not blamed."""
 
 
 class Kind(enum.Enum):
@@ -29,12 +29,12 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a job is worth.
+    """The verdict on a job.
 
     Attributes:
-        after_s: seconds from the fault until the last rank that has to speak knew of it.
-        ends: how these ended.
-        lacks: what they did not say or do, though it was expected.
+        after_s: seconds from the fault until the last of the judged ranks knew of it.
+        ends: the kinds of the judged ranks' endings.
+        lacks: the expectations that the job did not meet.
     """
 
     kind: Kind
@@ -62,7 +62,7 @@ def judge(result: Result, reference: Result | None = None) -> Verdict:
     """Return the verdict on a job.
 
     Args:
-        reference: what all ranks come to that leave the step out, if the end is to be ``GOES_ON``.
+        reference: the same job in which all ranks leave the step out; needed for ``End.GOES_ON``.
     """
     job = result.job
     expected = job.expected
@@ -84,12 +84,12 @@ def judge(result: Result, reference: Result | None = None) -> Verdict:
 
 
 def _known_s(ending: Ending) -> float | None:
-    """Return after how many seconds a rank told of the fault, by its log or by its end."""
+    """Return the seconds after which a rank knew of the fault, by its log or by its end."""
     return min((one for one in (ending.told_s, ending.after_s) if one is not None), default=None)
 
 
 def _said(end: End, ending: Ending) -> str:
-    """Return all that a rank was told."""
+    """Return all messages that a rank got."""
     parts = [text for _, text in ending.logs]
     if end is End.RAISES and ending.kind:
         parts.insert(0, f"{ending.kind}: {ending.text}")
@@ -99,7 +99,7 @@ def _said(end: End, ending: Ending) -> str:
 
 
 def _unsaid(result: Result, endings: Iterable[Ending]) -> Iterable[str]:
-    """Yield what is missing in what some rank was told."""
+    """Yield the facts that are missing in the messages of at least one rank."""
     job = result.job
     expected = job.expected
     named = ranks_of(expected.named, job.victim, job.world)
@@ -124,9 +124,10 @@ def _unsaid(result: Result, endings: Iterable[Ending]) -> Iterable[str]:
 
 
 def _diagnosis(end: End, ending: Ending) -> str:
-    """Return what a rank printed for all to compare: its last error, or else what it raised.
+    """Return a message that must be equal on all ranks: the last log, else the error.
 
-    On a loaded machine a rank may be told before that others are late, which those cannot tell.
+    Warnings count for ``End.IS_TOLD`` only: on a loaded machine one rank alone may warn that others
+    are late.
     """
     level = ("INFO", "WARNING", "ERROR") if end is End.IS_TOLD else ("INFO", "ERROR")
     logs = [text for one, text in ending.logs if one in level]
@@ -136,7 +137,7 @@ def _diagnosis(end: End, ending: Ending) -> str:
 
 
 def _undone(result: Result, endings: Iterable[Ending], reference: Result | None) -> Iterable[str]:
-    """Yield what the ranks did not do."""
+    """Yield the expectations on errors, progress and weights that the ranks did not meet."""
     expected = result.job.expected
     if expected.end is End.RAISES:
         ours = result.job.engine is not Engine.TORCH
@@ -150,7 +151,7 @@ def _undone(result: Result, endings: Iterable[Ending], reference: Result | None)
 
 
 def _differs(result: Result, reference: Result | None) -> bool:
-    """Return whether any rank has other weights than in a run without the step."""
+    """Return whether the weights of any rank differ from those of a run without the step."""
     assert reference is not None and len(reference.weights) == result.job.world
     expected = reference.weights[0]
     return len(result.weights) < result.job.world or any(

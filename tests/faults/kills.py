@@ -1,4 +1,4 @@
-"""Kills jobs at random moments, and checks what they left behind."""
+"""Kills jobs at random moments, and checks the checkpoints that they leave."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.faults.jobs import Ranks
 from tests.faults.strike import notes_of
 from tests.faults.worker import KEEP, LAYOUTS, Training, work
 
-_END_S = 60.0  # a job must end by itself so soon after one of its ranks was killed
+_END_S = 60.0  # time limit for the other ranks of a job after one was killed
 _DISK_S = 600.0
 
 
 class Failed(AssertionError):
-    """A job lost something, or did not end."""
+    """A job lost a saved step, or did not end."""
 
 
 @dataclass
@@ -31,8 +31,8 @@ class Killer:
     """Starts jobs and kills them.
 
     Attributes:
-        seed: what is killed, and when.
-        kills: how many were killed, by what was killed and what the job was doing.
+        seed: determines the ranks that are killed, and the moments.
+        kills: number of kills, by victims ("one" or "all") and by the job's last note.
     """
 
     seed: int
@@ -46,7 +46,7 @@ class Killer:
         """Kill ``kills`` times, in as many trainings as that takes.
 
         Raises:
-            Failed: what was wrong; the folder is kept.
+            Failed: describes the problem; the folder of the job is kept.
         """
         self._expected = self._train(0)
         while self.kills.total() < kills:
@@ -57,7 +57,7 @@ class Killer:
                 tell(self)
 
     def _train(self, kills: int) -> str:
-        """Train in a new folder, killed until ``kills`` are reached; return the final digest."""
+        """Train in a new folder until ``kills`` are reached; return the digest of the weights."""
         root = Path(tempfile.mkdtemp(prefix="faults-"))
         for attempt in range(10_000):
             may_kill = self.kills.total() < kills
@@ -68,7 +68,7 @@ class Killer:
         raise Failed(f"{root}: no end")
 
     def _attempt(self, root: Path, attempt: int, *, may_kill: bool) -> str:
-        """Start a job and let it end or kill it; return the digest if it was done."""
+        """Start a job, kill it or let it end; return the digest of the weights if it finished."""
         newest = _newest(root)
         folder = root / f"attempt-{attempt}"
         folder.mkdir()
@@ -90,11 +90,11 @@ class Killer:
         return done
 
     def _kill(self, folder: Path, job: Training, ranks: Ranks) -> str:
-        """Kill one rank or all; return which, or nothing if the job was faster."""
+        """Kill one rank or all; return "one" or "all", or "" if the job ended first."""
         one = self._random.random() < 0.5
         victims = {self._random.randrange(job.world)} if one else set(range(job.world))
-        if self._random.random() < 0.8:  # during a save, at any of its moments
-            wanted = 2 * self._random.randint(1, job.steps)  # after "loaded", two for each step
+        if self._random.random() < 0.8:  # at any moment of a save
+            wanted = 2 * self._random.randint(1, job.steps)  # two notes a step follow "loaded"
             delay_s = self._random.uniform(0, 0.08)
         else:
             wanted = 0
@@ -113,8 +113,8 @@ class Killer:
     def _wait(self, folder: Path, ranks: Ranks, killed: str) -> None:
         """Wait for the end of a job.
 
-        PyTorch's ``init_process_group`` may wait for a rank that was killed, for minutes; who hangs
-        there is ended. So is who was killed, by a kernel that may have to wait for the disk.
+        PyTorch's ``init_process_group`` may wait for minutes for a killed rank; a rank that hangs
+        there is aborted. A killed rank may itself end late, while the kernel waits for the disk.
         """
         deadline_s = time.monotonic() + _END_S
         for one in ranks.processes:
@@ -122,13 +122,13 @@ class Killer:
         hanging = ranks.alive()
         does = {rank: _does(ranks.processes[rank].pid) for rank in hanging}
         for rank in hanging:
-            ranks.abort(rank)  # they write their stacks to printed-RANK
+            ranks.abort(rank)  # the rank writes its stacks to printed-RANK
         notes = [note for rank in hanging for note in notes_of(folder, rank)]
         if any(note["what"] == "joined" for note in notes):
             raise Failed(f"{folder}: {killed or 'none'} killed, did not end in {_END_S} s: {does}")
 
     def _check(self, root: Path, told: list[dict[str, Any]]) -> None:
-        """Check that everything that was saved, or its successors, can be read."""
+        """Check that every saved checkpoint, or a newer one, can be read."""
         newest = _newest(root)
         saved = [note["step"] for note in told if note["what"] == "saved"]
         if saved and newest < saved[-1]:
@@ -141,7 +141,7 @@ class Killer:
 
 
 def _does(pid: int) -> str:
-    """Return what the threads of a process do, as the kernel says."""
+    """Return the state of each thread of a process, as the kernel reports it."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*"):
         with suppress(OSError):
@@ -158,5 +158,5 @@ def _newest(root: Path) -> int:
 
 
 def _told(folder: Path) -> list[dict[str, Any]]:
-    """Return what the first rank has told in an attempt since it joined."""
+    """Return the first rank's diary of an attempt, without logs and joining."""
     return [note for note in notes_of(folder, 0) if note["what"] not in ("log", "joined")]

@@ -1,4 +1,4 @@
-"""One rank of a small training job to which a fault may happen."""
+"""One rank of a small training job with an injected fault."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.faults.rows import (
 )
 from tests.faults.strike import MESSAGE, Diary, Strike, watch_gathers
 
-# Jobs are forked from a process that has imported this module, and what an optimizer imports.
+# Jobs are forked from a process that has imported this module and all imports of an optimizer.
 torch.set_num_threads(1)
 torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
 
@@ -48,7 +48,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 class Engine(enum.Enum):
-    """Who shards; the value is the column of the table."""
+    """The implementation that shards; the value is a column of the table."""
 
     UNITS = "`fully_shard`"
     FLAT = "`FullyShardedDataParallel`"
@@ -56,10 +56,11 @@ class Engine(enum.Enum):
 
 
 class Wire(enum.Enum):
-    """How ranks exchange.
+    """The transport between ranks.
 
-    With NCCL all ranks use the first GPU, and each says that it is a host of its own, as NCCL
-    refuses two ranks of a host on one GPU. DEVICE is a fake device, see ``tests/faults/device.py``.
+    With NCCL all ranks use the first GPU. Each rank claims to be a host of its own, because NCCL
+    refuses two ranks of one host on one GPU. DEVICE is a fake device, see
+    ``tests/faults/device.py``.
     """
 
     SHARED = "shared"
@@ -69,7 +70,7 @@ class Wire(enum.Enum):
 
     @property
     def switch(self) -> str:
-        """The value of FULLSHARD_SHARED_MEMORY, which only gloo's groups on CPUs read."""
+        """The value of FULLSHARD_SHARED_MEMORY; only gloo's groups on CPUs read this variable."""
         return str(int(self is Wire.SHARED))
 
     @property
@@ -85,7 +86,7 @@ class Job:
     """A training of a few steps in which ``fault`` happens to rank ``victim`` in step ``at_step``.
 
     Attributes:
-        saves: whether a checkpoint is saved after each step, not only where that is the fault.
+        saves: whether a checkpoint is saved after each step, even if the fault needs none.
     """
 
     fault: Fault
@@ -99,7 +100,7 @@ class Job:
 
     @property
     def expected(self) -> Expectation:
-        """What its ranks have to say and do."""
+        """The expected messages and endings of the ranks."""
         others_end = {
             What.CLIP_ALONE: not self.saves,
             What.WHOLE_ALONE: not self.saves,
@@ -112,7 +113,7 @@ class Job:
 
     @property
     def unit(self) -> str:
-        """The pattern of the unit that has to be named, or nothing."""
+        """A regular expression for the unit that must be named; empty if none must."""
         fault = self.fault
         return self.expected.units.get(fault.phase, "").replace("{block}", str(fault.block))
 
@@ -176,7 +177,7 @@ def sharded(job: Job, strike: Strike) -> nn.Module:
 
 
 def train(job: Job, rank: int, folder: Path, strike: Strike, diary: Diary) -> nn.Module:
-    """Train, as a user would write it, and return the model."""
+    """Train with a loop like a user's, and return the model."""
     model = sharded(job, strike)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer.register_step_pre_hook(lambda *_: strike.meet(Phase.OPTIMIZER))
@@ -234,7 +235,7 @@ def one_step(job: Job, model: nn.Module, optimizer: Any, x: Tensor, strike: Stri
     else:
         StepGuard(model, optimizer, max_skipped=0).step(loss)
     if job.wire is Wire.DEVICE and strike.step % 2 == 0:
-        loss.item()  # as programs do that log a loss now and then
+        loss.item()  # programs log the loss every few steps
 
 
 def save(job: Job, model: nn.Module, optimizer: Any, folder: Path, step: int) -> None:
@@ -246,7 +247,7 @@ def save(job: Job, model: nn.Module, optimizer: Any, folder: Path, step: int) ->
 
 
 def weights(job: Job, model: nn.Module) -> Tensor:
-    """Return all parameters, whole, as one vector; a collective."""
+    """Return all parameters, unsharded, as one vector; a collective."""
     if job.engine is Engine.TORCH:
         parts = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
     else:
@@ -255,7 +256,7 @@ def weights(job: Job, model: nn.Module) -> Tensor:
 
 
 class _Copying(logging.Handler):
-    """Copies what fullshard tells the user to the diary."""
+    """Copies fullshard's log records to the diary."""
 
     def __init__(self, diary: Diary) -> None:
         super().__init__(logging.INFO)
@@ -266,14 +267,14 @@ class _Copying(logging.Handler):
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """Return the class and the text of an error, notes included."""
+    """Return the class and the text of an error, with its notes."""
     notes = getattr(error, "__notes__", [])
     return {"kind": type(error).__name__, "text": "\n".join([str(error), *notes])}
 
 
 def begin(root: Path, rank: int, wire: Wire, patience_s: float) -> Diary:
-    """Set up the process of a rank, whose output and diary go to files in ``root``."""
-    if sys.platform == "linux":  # a rank that is stopped must not outlive a table that was ended
+    """Set up the process of a rank; write its output and diary to files in ``root``."""
+    if sys.platform == "linux":  # end a stopped rank when its parent ends
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     out = os.open(root / f"printed-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -306,9 +307,10 @@ def join(
 
 
 def work(job: Job, rank: int, folder: str, port: int) -> None:
-    """Be one rank of ``job``, whose store is on ``port``; ends the process as a program ends.
+    """Run one rank of ``job``, whose store is on ``port``; end the process as a program ends.
 
-    A child of multiprocessing runs no ``sys.excepthook``, but fullshard may have put itself there.
+    A child of multiprocessing does not call ``sys.excepthook``, which fullshard may have replaced,
+    so this function calls the hook itself.
     """
     root = Path(folder)
     diary = begin(root, rank, job.wire, PATIENCE_S)
@@ -331,7 +333,7 @@ def work(job: Job, rank: int, folder: str, port: int) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
         if job.fault.what is What.LINGER and rank == job.victim:
-            time.sleep(job.fault.stall_s)  # as programs do that upload what they know
+            time.sleep(job.fault.stall_s)  # programs may upload their logs before they end
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     diary.note("gone")
@@ -341,7 +343,7 @@ def work(job: Job, rank: int, folder: str, port: int) -> None:
 
 
 def _join_and_train(job: Job, rank: int, root: Path, port: int, diary: Diary) -> None:
-    """Join the job, train, and leave what came of it in the folder."""
+    """Join the job and train; write the weights to the folder if the judge needs them."""
     join(job.world, rank, port, backend="nccl" if job.wire is Wire.NCCL else "gloo")
     strike = Strike(job.fault if rank == job.victim else None, job.at_step, diary)
     watch_gathers(strike)
@@ -351,5 +353,5 @@ def _join_and_train(job: Job, rank: int, root: Path, port: int, diary: Diary) ->
         if job.fault.what in (What.CAUGHT, What.LEFT_OUT):
             torch.save(weights(job, model), root / f"weights-{rank}.pt")
         if device is not None:
-            device.current_stream().synchronize()  # as the end of a communicator does
+            device.current_stream().synchronize()  # the end of an NCCL communicator waits as well
     dist.destroy_process_group()

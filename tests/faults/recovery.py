@@ -1,4 +1,4 @@
-"""Jobs that go on without ranks that are killed, and what they have to end with."""
+"""Runs jobs that continue after ranks are killed, and checks their final weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.faults.rows import Fault, Phase, What
 from tests.faults.strike import fault_s, notes_of
 
 LIMIT_S = 90.0
-"""So long a job may take, on a loaded machine."""
+"""Time limit of a job, on a loaded machine."""
 _MOMENTS = [
     Phase.BUILD,
     Phase.DATA,
@@ -34,7 +34,7 @@ _MOMENTS = [
 
 
 class Seen(NamedTuple):
-    """What came of a job: what was wrong, what ranks told, and how long it took, in seconds."""
+    """The outcome of a job: the problem ("" if none), the diaries of all ranks, and its seconds."""
 
     wrong: str
     told: str
@@ -42,7 +42,7 @@ class Seen(NamedTuple):
 
 
 def run(plan: Plan) -> Seen:
-    """Run a job to its end, or end it; nothing of it is left."""
+    """Run a job to its end, or kill it after the time limit; delete its files."""
     folder = Path(tempfile.mkdtemp(prefix="recovery-"))
     began_s = time.monotonic()
     members = Ranks(work, plan, folder)
@@ -56,7 +56,7 @@ def run(plan: Plan) -> Seen:
 
 
 def _watched(plan: Plan, members: Ranks, folder: Path) -> str:
-    """Wait until all have ended that have to; kill whom the plan says."""
+    """Wait for the members to end, and kill some as planned; return a complaint or ""."""
     deadline_s = time.monotonic() + LIMIT_S
     later = dict(plan.later)
     stopped = {one.member for one in plan.strokes if one.fault.what is What.STOP}
@@ -70,7 +70,7 @@ def _watched(plan: Plan, members: Ranks, folder: Path) -> str:
                 del later[member]
                 members.send(member, signal.SIGKILL)
         if stopped and not alive - stopped:
-            for member in stopped:  # the others have gone on; it comes back too late
+            for member in stopped:  # the others have continued without it
                 members.send(member, signal.SIGCONT)
             stopped = set()
         if time.monotonic() > deadline_s:
@@ -81,14 +81,14 @@ def _watched(plan: Plan, members: Ranks, folder: Path) -> str:
 
 
 def _wrong(plan: Plan, folder: Path) -> str:
-    """Return what is wrong with what the members have left."""
+    """Return the first problem in the weights and diaries of the members, or ""."""
     expected = undisturbed(plan.steps)
     lives = set()
     for member in range(plan.world):
         notes = notes_of(folder, member)
         ended = next((note for note in notes if note["what"] == "ended"), None)
         stops = any(s.member == member and s.fault.what is What.STOP for s in plan.strokes)
-        if stops and any(note["what"] == "fault" for note in notes):  # it may be spared
+        if stops and any(note["what"] == "fault" for note in notes):  # if it was ever due
             if ended is None or "go on without this one" not in ended["text"]:
                 return f"member {member}, which came back, ended by {ended}"
             continue
@@ -118,7 +118,7 @@ def _told(plan: Plan, folder: Path) -> str:
 
 
 def drawn(seed: int, number: int) -> Plan:
-    """Return a random plan, always the same for the same numbers."""
+    """Return a random plan that depends on the two numbers alone."""
     dice = random.Random(f"{seed} {number}")
     world = dice.choice([2, 3, 3, 4, 4])
     whats = [What.KILL, What.KILL, What.KILL, What.OS_EXIT, What.RAISE, What.STOP]
@@ -148,7 +148,7 @@ def drawn(seed: int, number: int) -> Plan:
 
 
 def run_random(seed: int, numbers: Sequence[int], tell: Callable[[int, Plan, Seen], None]) -> int:
-    """Run random jobs, one after the other; return how many went wrong."""
+    """Run random jobs one after the other; return the number of failures."""
     wrong = 0
     for number in numbers:
         plan = drawn(seed, number)

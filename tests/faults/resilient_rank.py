@@ -1,4 +1,4 @@
-"""One rank of a small job that goes on when others of its ranks are lost."""
+"""One rank of a small job that continues after losing other ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.faults.rows import Fault, Phase, What
 from tests.faults.strike import MESSAGE, Diary, Strike, watch_gathers
 
 ROWS = 12
-"""Rows of a step, in all; worlds of 1 to 4 ranks divide them."""
+"""Rows of a batch over all ranks; divisible by worlds of 1 to 4 ranks."""
 PATIENCE_S = 0.5
 
 
 @dataclass(frozen=True)
 class Stroke:
-    """A fault that happens to a member, a rank by its first number, in one life of the job."""
+    """A fault of one member (a rank, by its original number) in one life of the job."""
 
     member: int
     life: int
@@ -35,15 +35,16 @@ class Stroke:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job and what happens to it.
+    """A job and its faults.
 
     Attributes:
-        every: after so many steps a checkpoint is saved.
-        later: members that are killed from outside, each so many seconds after the first stroke.
-        hands_over: state is handed from life to life.
-        replicas: hold the same shards, if the ranks that there are can be divided so.
-        copies: if not None, each member is a machine with a folder of its own, of whose files so
-            many have copies; every second checkpoint is for all, on a disk.
+        every: number of steps between checkpoints.
+        later: members killed from outside, with the seconds from the first stroke to the kill.
+        hands_over: whether the state in memory is transferred from life to life.
+        replicas: number of replicas of each shard; 1 in a life whose world it does not divide.
+        copies: None for one shared folder. Otherwise each member is a machine with a folder of its
+            own, whose files have this number of copies; every second checkpoint is on a shared
+            disk.
     """
 
     world: int
@@ -59,14 +60,14 @@ class Plan:
 
     @property
     def killed(self) -> set[int]:
-        """Who does not live to the end."""
+        """The members that do not reach the end."""
         deadly = (What.KILL, What.OS_EXIT, What.STOP)
         struck = {one.member for one in self.strokes if one.fault.what in deadly}
         return struck | {member for member, _ in self.later}
 
 
 def batch(step: int) -> Tensor:
-    """Return all rows of a step."""
+    """Return all rows of a step's batch."""
     noise = torch.Generator().manual_seed(step)
     return torch.randn(ROWS, WIDTH, generator=noise, dtype=torch.float64)
 
@@ -79,14 +80,14 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> N
 
 
 def built(strike: Strike) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model, not sharded; the optimizer is made by whoever shards it."""
+    """Return the unsharded model, and an optimizer for training without sharding."""
     torch.manual_seed(0)
     model = Model(strike).double()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def undisturbed(steps: int) -> Tensor:
-    """Return the weights of a training in one process, to which nothing happens."""
+    """Return the weights of a training in one process without faults."""
     model, optimizer = built(Strike())
     for step in range(1, steps + 1):
         one_step(model, optimizer, batch(step))
@@ -101,7 +102,7 @@ class Rank:
         self.strike = Strike()
 
     def train(self, life: Life) -> Tensor:
-        """Train from the newest checkpoint, as a user would write it; return the weights."""
+        """Train from the newest checkpoint with a loop like a user's; return the weights."""
         plan, strike = self.plan, self._strike(life.number)
         model, _ = built(strike)
         replicas = plan.replicas if life.world % plan.replicas == 0 else 1
@@ -134,7 +135,7 @@ class Rank:
                     break
         savers[0].wait()
         strike.meet(Phase.END)
-        dist.barrier()  # of the user's, which fullshard does not see
+        dist.barrier()  # the user's own collective, unknown to fullshard
         self.diary.note("restarts", lost=[one.lost for one in life.restarts])
         whole = checkpoint.full_state_dict(model, rank0_only=False)
         return torch.cat([one.detach().flatten() for one in whole.values()])
@@ -144,7 +145,7 @@ class Rank:
         make = partial(checkpoint.Checkpointer, mode=plan.mode)
         if plan.copies is None:
             return [make(self.folder / "checkpoints", every=plan.every, keep=2)]
-        memory = self.folder / f"memory-{self.member}"  # nobody else sees it
+        memory = self.folder / f"memory-{self.member}"  # no other member uses this folder
         return [
             make(self.folder / "checkpoints", every=2 * plan.every, keep=2),
             make(memory, every=plan.every, keep=1, copies=plan.copies),
@@ -157,14 +158,14 @@ class Rank:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
     ) -> int:
-        """Load what is newest; return its step, 0 if there is none."""
+        """Load the newest checkpoint; return its step, or 0 if there is none."""
         try:
             load = life.load if self.plan.hands_over else checkpoint.load_newest
             loaded = load(savers, model, optimizer)
         except CheckpointError:
             if self.plan.copies is None:
                 raise
-            loaded = None  # all who had something were lost before any was on the disk
+            loaded = None  # all copies were lost before the first checkpoint on the disk
         path = "" if loaded is None else str(loaded.path)
         where = next((one for one in ("memory", "resilient") if one in path), "disk")
         self.diary.note("loads", step=loaded.step if loaded else 0, where=where)
@@ -177,12 +178,12 @@ class Rank:
         if stroke is not None:
             strike = Strike(stroke.fault, stroke.step, self.diary)
             strike.step = stroke.step if stroke.fault.phase is Phase.BUILD else 0
-        self.strike.__dict__ = strike.__dict__  # gathers are watched by one for all lives
+        self.strike.__dict__ = strike.__dict__  # ``watch_gathers`` keeps this object
         return self.strike
 
 
 def work(plan: Plan, member: int, folder: str, port: int) -> None:
-    """Be ``member`` of a job whose store is on ``port``, and end the process."""
+    """Run ``member`` of a job whose store is on ``port``, and end the process."""
     root = Path(folder)
     diary = begin(root, member, plan.wire, PATIENCE_S)
     ended: dict[str, Any] = {"kind": "", "text": ""}

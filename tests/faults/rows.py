@@ -1,4 +1,4 @@
-"""The rows of the table of faults: what goes wrong on one rank, and what the others have to say."""
+"""The rows of the table of faults: the fault of one rank, and the expected reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 
 class What(enum.Enum):
-    """What one rank does that the others do not; the value is told in the table."""
+    """The fault of one rank; the value is its text in the table."""
 
     NOTHING = "nothing"
     LEFT_OUT = "all ranks leave the step out"
@@ -38,7 +38,7 @@ class What(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """Where in a step it happens."""
+    """The moment of a fault in a step."""
 
     BUILD = "as the model is built"
     DATA = "in the data loader"
@@ -52,7 +52,7 @@ class Phase(enum.Enum):
 
 
 class Who(enum.Enum):
-    """Some of the ranks of a job."""
+    """A subset of the ranks of a job."""
 
     VICTIM = "the rank to which it happens"
     OTHERS = "all but that"
@@ -60,7 +60,7 @@ class Who(enum.Enum):
 
 
 class End(enum.Enum):
-    """How the ranks that have to speak have to end."""
+    """How the judged ranks must end."""
 
     RAISES = "by an exception"
     GOES_ON = "as if that step had been left out by all"
@@ -69,16 +69,16 @@ class End(enum.Enum):
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the ranks of a job have to say and do.
+    """The messages and endings that are expected of the ranks of a job.
 
     Attributes:
-        phases: where it may happen.
-        cause: a regular expression that has to be found in what they say.
-        units: another one, for the unit, by the phase; none elsewhere. ``{block}`` is the block of
-            the fault.
-        errors: the classes that they may raise.
+        phases: the moments at which the fault may happen.
+        cause: a regular expression that must match their messages.
+        units: a regular expression for the unit, by phase; in other phases no unit must be named.
+            ``{block}`` is the number of the fault's block.
+        errors: the exception classes that they may raise.
         speak: the ranks whose exceptions and logs are judged.
-        named: the ranks of which each of them has to name one.
+        named: the ranks of which each judged rank must name at least one.
     """
 
     phases: tuple[Phase, ...]
@@ -105,7 +105,7 @@ _ENDED_WELL = r"rank \d+ (?:exited|has destroyed its process group)"
 
 
 def _different(phase: Phase, units: Mapping[Phase, str] = _THERE) -> Expectation:
-    """Ranks run different things, of which all of them learn."""
+    """Expect that all ranks report that they run different things."""
     return Expectation(
         (phase,),
         r"differ|other|another|instead|not the same|skip|order|never|without|wait for each other",
@@ -138,11 +138,11 @@ EXPECTED = {
     What.RAISE: _raised(_IN_STEPS, _INJECTED),
     What.LINGER: _raised((Phase.FORWARD,), _INJECTED),
     What.OUT_OF_MEMORY: _raised((Phase.FORWARD, Phase.BACKWARD), "OutOfMemoryError"),
-    # Autograd does not tell what exception ended a backward, unless it ends the program, too.
+    # Autograd reports no exception that ended a backward, unless the exception ends the program.
     What.CAUGHT: _raised(
         (Phase.FORWARD, Phase.BACKWARD), rf"{_INJECTED}|an exception, in the backward", End.GOES_ON
     ),
-    # No hook sees the exception, so the next step of its rank tells that there was one.
+    # No hook sees the exception, so the next step of that rank reports it.
     What.CAUGHT_ALONE: Expectation(
         (Phase.OPTIMIZER,),
         "an exception, in the step of AdamW",
@@ -166,15 +166,15 @@ EXPECTED = {
     ),
 }
 ALONE_AT_THE_END = replace(EXPECTED[What.EXTRA_STEP], units={})
-"""Of who does something between two steps alone, when the others have ended."""
+"""The expectation if one rank runs a collective alone, after the others have ended."""
 
 
 def without_waits(expected: Expectation) -> Expectation:
-    """Return what ranks have to say and do if their hosts do not wait for collectives.
+    """Change an expectation for hosts that do not wait for collectives.
 
-    A host may have ended the step in which another rank raises, so that the weights there are
-    useless. No rank goes on in groups that a fault has aborted. A rank that does not call
-    fullshard again after the fault ends normally.
+    A host may have ended the step in which another rank raises, so its weights cannot be used. No
+    rank continues with groups that a fault has aborted. A rank that does not call fullshard again
+    after the fault ends normally.
     """
     if expected.end is End.GOES_ON:
         return replace(expected, end=End.RAISES, errors=("ProtocolError", "TornStepError"))
@@ -187,11 +187,11 @@ def without_waits(expected: Expectation) -> Expectation:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens on one rank, at the first chance in a step.
+    """A fault of one rank, at the first opportunity in a step.
 
     Attributes:
-        block: of which block, where that means something.
-        stall_s: how long a rank stalls, or takes to end.
+        block: number of the block in which the fault happens, for faults inside a block.
+        stall_s: seconds that a rank stalls, or takes to end.
     """
 
     what: What
@@ -201,13 +201,13 @@ class Fault:
 
     @property
     def title(self) -> str:
-        """The name of its row in the table."""
+        """The name of the fault's row in the table."""
         has_phases = len(EXPECTED[self.what].phases) > 1
         return f"{self.what.value}, {self.phase.value}" if has_phases else self.what.value
 
 
 def rows() -> list[Fault]:
-    """The rows of the table, in its order."""
+    """Return the rows of the table, in its order."""
     return [
         Fault(what, phase)
         for what, expected in EXPECTED.items()
@@ -228,4 +228,4 @@ ON_FLAT = frozenset(
         Fault(What.STALL, Phase.DATA),
     }
 )
-"""Those that are also run on ``FullyShardedDataParallel``."""
+"""Rows that also run with ``FullyShardedDataParallel``."""

@@ -1,4 +1,4 @@
-"""What happens to one rank of a job, at a moment of its training."""
+"""Injects a fault into one rank of a job, and keeps the rank's diary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESSAGE = "an injected fault"
 
 
 class Diary:
-    """What a rank tells, a line of JSON at a time, with the time of the machine; survives it.
+    """Notes of a rank in a file, a line of JSON each with its time; the file survives the rank.
 
     Times are ``time.monotonic()``, which all processes of a machine share.
     """
@@ -44,33 +44,33 @@ def diary_of(folder: Path, rank: int) -> Path:
 
 
 def notes_of(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """Return what a rank has told, but for a line that it did not finish."""
+    """Return the notes of a rank, without an unfinished last line."""
     diary = diary_of(folder, rank)
     lines = diary.read_text().splitlines(keepends=True) if diary.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def fault_s(folder: Path, world: int) -> float | None:
-    """Return when the fault happened."""
+    """Return the time of the fault, or None if it has not happened."""
     notes = (note for rank in range(world) for note in notes_of(folder, rank))
     return next((note["at_s"] for note in notes if note["what"] == "fault"), None)
 
 
 class Strike:
-    """Lets a fault happen on this rank, once; a rank that it does not concern has none."""
+    """Makes a fault happen on this rank, once; ranks other than the victim have no fault."""
 
     def __init__(
         self, fault: Fault | None = None, at_step: int = 0, diary: Diary | None = None
     ) -> None:
         self.fault = fault or Fault(What.NOTHING, Phase.END)
         self.step = 0
-        """The step of the training, set by its loop."""
+        """The current step, set by the training loop."""
         self._at_step = at_step
         self._diary = diary
         self._has_happened = False
 
     def is_due(self, what: What, phase: Phase) -> bool:
-        """Whether the fault is ``what``, in this step; notes it."""
+        """Return whether the fault is ``what`` and due now; if so, note its time."""
         due = self.fault.what is what and self.fault.phase is phase and self.step == self._at_step
         if due:
             self.note()
@@ -84,7 +84,7 @@ class Strike:
                 self._diary.note("fault")
 
     def meet(self, phase: Phase, block: int | None = None) -> None:
-        """Let the fault happen, if its moment is now."""
+        """Make the fault happen if it is due now."""
         fault = self.fault
         if (phase, self.step) != (fault.phase, self._at_step) or self._has_happened:
             return
@@ -94,7 +94,7 @@ class Strike:
         _ACTS[fault.what](fault)
 
     def in_backward(self, x: Tensor, block: int) -> Tensor:
-        """Return ``x``, in whose backward the fault may happen."""
+        """Return ``x``; the fault may happen in its backward."""
         return _Met.apply(x, self, block)
 
 
@@ -120,7 +120,7 @@ def _out_of_memory(_: Fault) -> None:
 
 
 def _disk_full(_: Fault) -> None:
-    """From now on nothing can be written to a checkpoint."""
+    """Make all later writes of checkpoints fail."""
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -145,7 +145,7 @@ _ACTS: dict[What, Callable[[Fault], object]] = {
 
 
 def watch_gathers(strike: Strike) -> None:
-    """Let a fault happen as the gather of a unit has started, on either engine."""
+    """Make a fault happen right after the start of a unit's all-gather, on either engine."""
     ours, theirs = c10d.C10d.all_gather, _fsdp_param_group.foreach_all_gather
 
     def all_gather(self: Any, outputs: Any, sources: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The table of faults: each of them, on each engine, wire and number of ranks."""
+"""The table of faults: every fault on each engine, transport and number of ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORLDS = (2, 4)
 
 
 class Variant(NamedTuple):
-    """One of the jobs that a cell is made of."""
+    """The transport and number of ranks of one job of a cell."""
 
     wire: Wire
     world: int
@@ -35,7 +35,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A cell's part: a row on an engine, over a wire, with so many ranks."""
+    """One job of a cell: a fault on an engine, over a transport, with this number of ranks."""
 
     fault: Fault
     engine: Engine
@@ -52,24 +52,24 @@ class Case:
 
     @property
     def job(self) -> Job:
-        """The job; ranks that differ from the start differ in their first step."""
+        """The job; a fault of the build counts as a fault of the first step."""
         at_step = 1 if self.fault.phase is Phase.BUILD else 3
         return Job(self.fault, self.engine, self.wire, self.world, at_step=at_step)
 
     def seen(self) -> tuple[Result, Verdict]:
-        """Run the case."""
+        """Run the case; return its result and verdict."""
         return seen(self.job)
 
 
 def seen(job: Job, look: Callable[[Path], str] = lambda _: "") -> tuple[Result, Verdict]:
-    """Run a job, and one to compare with where that is needed; ``look`` is that of ``run``."""
+    """Run a job, and a reference job if the expectation needs it; ``look`` is that of ``run``."""
     result = run(job, look)
     reference = left_out(without(job)) if job.expected.end is End.GOES_ON else None
     return result, judge(result, reference)
 
 
 def without(job: Job) -> Job:
-    """Return the job of which all ranks leave the step of the fault out."""
+    """Return the same job, in which all ranks leave out the step of the fault."""
     fault = Fault(What.LEFT_OUT, Phase.DATA)
     return dataclasses.replace(job, fault=fault, victim=0, saves=False)
 
@@ -84,7 +84,7 @@ def cases(
     wires: Sequence[Wire] = ON_CPUS,
     worlds: Sequence[int] = WORLDS,
 ) -> Iterator[Case]:
-    """All that the table is made of; PyTorch's engine has nothing of its own for CPUs."""
+    """Yield all cases of the table; PyTorch's engine has one transport on CPUs."""
     for fault in rows():
         for engine in engines:
             if engine is not Engine.FLAT or fault in ON_FLAT:
@@ -93,7 +93,7 @@ def cases(
 
 
 def cell(verdicts: Mapping[Variant, Verdict]) -> str:
-    """Return what was seen in all variants, those that agree but for the time in one."""
+    """Return the text of a cell; variants that differ only in time share a text."""
     alike: dict[str, list[Variant]] = {}
     for variant, verdict in verdicts.items():
         alike.setdefault(re.sub(r"[\d.]+ s\b", "TIME s", str(verdict)), []).append(variant)
@@ -105,7 +105,7 @@ def cell(verdicts: Mapping[Variant, Verdict]) -> str:
 
 
 def _described(some: Sequence[Variant], among: Iterable[Variant]) -> str:
-    """Return which variants these are, without what does not tell them from the others."""
+    """Return a short name of the variants ``some``, without words that are common to all."""
     wires = {wire: [one.world for one in some if one.wire is wire] for wire in Wire}
     worlds = {wire: [one.world for one in among if one.wire is wire] for wire in Wire}
     chosen = {wire: found for wire, found in wires.items() if found}
@@ -125,14 +125,14 @@ def _ranks(worlds: Sequence[int]) -> str:
 
 
 def _span(times: Sequence[float | None]) -> str:
-    """Return the shortest and the longest of some seconds, of which all may be unknown."""
+    """Return the range of some times; unknown times do not count."""
     known = [one for one in times if one is not None]
     low, high = f"{min(known, default=0):.1f}", f"{max(known, default=0):.1f}"
     return low if low == high else f"{low} to {high}"
 
 
 def parts() -> tuple[str, dict[str, list[str]], str]:
-    """The page before the table, the cells of its rows by title, and the page after it."""
+    """Return the page before the table, the cells by title of their row, and the page after it."""
     before, rest = PAGE.read_text().split(BEGIN)
     inside, after = rest.split(END)
     lines = inside.splitlines()[2:]
@@ -141,7 +141,7 @@ def parts() -> tuple[str, dict[str, list[str]], str]:
 
 
 def written(found: dict[tuple[str, Engine], str]) -> str:
-    """Return the page with the cells that were seen; others stay as they are."""
+    """Return the page with the new cells; cells that were not run stay as they are."""
     before, old, after = parts()
     lines = []
     for fault in rows():
@@ -157,10 +157,10 @@ def run_table(
     at_once: int,
     tell: Callable[[Case, Result, Verdict], None],
 ) -> dict[tuple[str, Engine], dict[Variant, Verdict]]:
-    """Run cases, several at once, and return the verdicts on each cell's variants.
+    """Run cases, several at once; return the verdicts by cell and variant.
 
     Args:
-        words: only rows with one of these in their title; empty: all.
+        words: run only rows whose title contains one of these words; empty: all rows.
     """
     chosen = [
         case for case in chosen if not words or any(word in case.fault.title for word in words)
@@ -181,7 +181,7 @@ def run_table(
 
 
 def failures(found: dict[tuple[str, Engine], dict[Variant, Verdict]]) -> int:
-    """Return how many cases of fullshard did not end as they should."""
+    """Return the number of fullshard's cases that did not end as expected."""
     return sum(
         verdict.kind is not Kind.NAMED
         for (_, engine), verdicts in found.items()

@@ -1,4 +1,4 @@
-"""Endings that somebody made up, of which the verdict is known."""
+"""The judge gives the right verdict on made-up endings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_all_that_is_expected_was_said() -> None:
     ("other", "lacks"),
     [
         (but(text="", logs=()), ("rank", "unit", "cause")),
-        (but(text=TEXT.replace("blocks.1", "blocks.12")), ()),  # its log says it
+        (but(text=TEXT.replace("blocks.1", "blocks.12")), ()),  # its log names the unit
         (but(text=TEXT + "!", logs=()), ("one diagnosis",)),
         (but(text=TEXT + ". rank 2 of the group is gone"), ("accusing rank 2",)),
         (but(text=TEXT + ". rank 2 waits for rank 1, which raised"), ()),

@@ -1,6 +1,6 @@
-"""A short part of ``python -m tests.faults``: jobs that are killed go on from what they saved.
+"""A short run of ``python -m tests.faults``: killed jobs resume from their last checkpoint.
 
-The processes are not those of the session's pool, as they are killed.
+The test kills its ranks, so it starts processes of its own instead of using the session's pool.
 """
 
 from __future__ import annotations

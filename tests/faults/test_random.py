@@ -1,4 +1,4 @@
-"""Jobs that were drawn at random and once came to a bad end."""
+"""Random jobs that once ended without naming the rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A short part of ``python -m tests.faults recover``: jobs go on without ranks that were killed.
+"""A short run of ``python -m tests.faults recover``: jobs continue after ranks are killed.
 
-The processes are not those of the session's pool, as they are killed.
+The tests kill ranks, so they start processes of their own instead of using the session's pool.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def killed(member: int, life: int, step: int, phase: Phase) -> Stroke:
 
 
 PLANS = {
-    # The second while the others take up the checkpoint.
+    # The second rank is killed while the others load the checkpoint.
     "two after each other": Plan(4, (killed(0, 0, 5, Phase.FORWARD), killed(2, 1, 3, Phase.BUILD))),
-    # The replica of the one that is stopped meets it for the first reduction, and would for ever.
+    # The replica of the stopped rank would wait forever for it in the first reduction.
     "as replicas meet": Plan(
         4, (Stroke(2, 0, 1, Fault(What.STOP, Phase.FORWARD, 2)),), ((1, 1.4),), replicas=2
     ),
@@ -32,7 +32,7 @@ PLANS = {
 MACHINES = Plan(3, (killed(1, 0, 7, Phase.FORWARD),), copies=2)
 RAISED = Plan(2, (Stroke(1, 0, 5, Fault(What.RAISE, Phase.BACKWARD)),), every=9, hands_over=True)
 HANDED = {
-    # None is saved: what is lost would be all.
+    # No checkpoint is saved, so the state is in memory only.
     "a replica is lost": Plan(
         4, (killed(1, 0, 5, Phase.BACKWARD),), every=9, hands_over=True, replicas=2
     ),
@@ -52,14 +52,14 @@ HANDED = {
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_job_goes_on_without_ranks_that_are_killed(plan: Plan) -> None:
-    """With the weights of a training that nothing happened to, whatever its world."""
+    """The final weights equal those of a training without faults, whatever the world sizes."""
     seen = run(plan)
     assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
 
 
 @pytest.mark.parametrize("plan", HANDED.values(), ids=HANDED)
 def test_the_state_of_those_who_are_left_is_taken_over(plan: Plan) -> None:
-    """No step is lost, as they have all of it, in replicas or as all live."""
+    """No step is lost: replicas, or surviving ranks, hold the complete state."""
     seen = run(plan)
     assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
     taken = seen.told.count("loads: {'step': 4, 'where': 'resilient'}")
@@ -71,7 +71,8 @@ INCOMPLETE = {
     "stepped apart": Plan(
         2, (Stroke(1, 0, 5, Fault(What.RAISE, Phase.OPTIMIZER)),), hands_over=True
     ),
-    # A rank whose step was left by an exception says that it reached it, as do the others.
+    # A rank that caught an exception in its optimizer step reports the step as reached all the
+    # same.
     "half-stepped": Plan(
         2, (Stroke(1, 0, 5, Fault(What.CAUGHT_ALONE, Phase.OPTIMIZER)),), hands_over=True
     ),
@@ -80,7 +81,7 @@ INCOMPLETE = {
 
 @pytest.mark.parametrize("name", INCOMPLETE)
 def test_state_that_is_incomplete_is_not_transferred(name: str) -> None:
-    """They go back to what was saved, and say why, unless a step was left."""
+    """The ranks load the last checkpoint and log why, except after a half-stepped optimizer."""
     plan = INCOMPLETE[name]
     seen = run(plan)
     assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
@@ -90,7 +91,7 @@ def test_state_that_is_incomplete_is_not_transferred(name: str) -> None:
 
 
 def test_a_machine_is_lost_with_its_memory() -> None:
-    """What it had in memory another machine has, too, newer than what is on the disk."""
+    """Another machine has a copy of its checkpoint in memory, newer than the one on the disk."""
     seen = run(MACHINES)
     assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
     assert seen.told.count("loads: {'step': 6, 'where': 'memory'}") == 2, seen.told

@@ -1,6 +1,6 @@
-"""A short part of ``python -m tests.faults table``: jobs in which a rank fails name it.
+"""A short run of ``python -m tests.faults table``: the other ranks name the rank that failed.
 
-The processes are not those of the session's pool, as they are killed.
+The tests kill ranks, so they start processes of their own instead of using the session's pool.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_the_host_of_the_fake_device_goes_on_until_it_reads() -> None:
 
 
 def test_a_job_without_a_fault_ends_and_leaves_checkpoints_that_load() -> None:
-    """And a checkpoint that is missing, or damaged, is noticed."""
+    """A missing or damaged checkpoint is reported."""
     job = Job(Fault(What.NOTHING, Phase.END), Engine.UNITS, Wire.SHARED, 2, at_step=6, saves=True)
     look, complaints = saved(job), list[str]()
 
@@ -112,7 +112,7 @@ def test_random_faults_are_all_that_are_expected_somewhere() -> None:
 
 
 def test_the_page_has_a_cell_for_every_row_that_was_run() -> None:
-    """If not: ``python -m tests.faults table --write``."""
+    """To update the page, run ``python -m tests.faults table --write``."""
     _, cells, _ = table.parts()
     assert list(cells) == [fault.title for fault in rows()]
     for fault in rows():

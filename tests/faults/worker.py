@@ -1,4 +1,4 @@
-"""One rank of a small training job that saves after every step; it may be killed at any moment."""
+"""One rank of a small job that saves after every step, and may be killed at any moment."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.faults.rank import Wire, begin, join
 LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
 KEEP = 2
 _PATIENCE_S = 0.2
-_JOINS_S = 20.0  # longer is not waited for a rank that was killed before it joined
+_JOINS_S = 20.0  # time limit for joining, as another rank may have been killed before it joined
 
 
 class Training(NamedTuple):
-    """A job that trains to a step in one of ``LAYOUTS``."""
+    """A training of some steps with one of ``LAYOUTS``."""
 
     layout: str
     world: int = 2
@@ -31,7 +31,7 @@ class Training(NamedTuple):
 def work(job: Training, rank: int, folder: str, port: int) -> None:
     """Train from the newest checkpoint beside ``folder``, in which this rank keeps its diary.
 
-    Sums over two ranks do not depend on the order, so results are equal to the bit in any layout.
+    A sum over two ranks does not depend on the order, so results are bit-equal in any layout.
     """
     diary = begin(Path(folder), rank, Wire.SHARED, _PATIENCE_S)
     join(job.world, rank, port, store_s=_JOINS_S, timeout_s=_JOINS_S)
