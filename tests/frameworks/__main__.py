@@ -1,6 +1,6 @@
 """Run the programs and write their table: ``python -m tests.frameworks [words of rows ...]``.
 
-``python -m tests.frameworks models [words of rows ...]`` does so for the architectures.
+``python -m tests.frameworks models [words of rows ...]`` does the same for the architectures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Published architectures of transformers, and a table: sharded, each gives what one process gives.
+"""Architectures of transformers: each trains in shards as it does in one process.
 
 A small model of each architecture is saved by transformers, loaded into shards from the meta
-device, trained, exported, and loaded by transformers again. The same model without fullshard says
-what is right.
+device, trained, exported, and loaded by transformers again. The same model without fullshard is the
+reference. The results are a table in ``docs/frameworks.md``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TRANSLATOR = {
 
 
 def tokens(first: int) -> Tensor:
-    """Tokens without marks of padding or ends."""
+    """Return token ids other than those of padding and of the begin and end marks."""
     return 3 + (torch.arange(BATCH * LENGTH) * 7 + first).view(BATCH, LENGTH) % 297
 
 
@@ -85,7 +85,7 @@ def captions() -> dict[str, Tensor]:
 
 
 IN_FP64 = {"dtype": torch.float64, "experts_implementation": "eager"}
-"""PyTorch's grouped products, the default for experts, know no fp64; on chats they are used."""
+"""PyTorch's grouped products, the default for experts, lack fp64; chats run with them."""
 
 
 class Architecture(NamedTuple):
@@ -94,7 +94,7 @@ class Architecture(NamedTuple):
     name: str
     """The ``model_type`` of transformers."""
     auto: str
-    """The class of transformers that builds it, without ``AutoModel``."""
+    """The suffix of the transformers class ``AutoModel...`` that builds it."""
     shows: str
     config: dict[str, Any]
     batch: Callable[[], dict[str, Tensor]] = text
@@ -103,11 +103,11 @@ class Architecture(NamedTuple):
     has_scalars: bool = False
     """Has a scalar parameter, which needs the layout ``Ragged()``."""
     chats: str = "equal"
-    """The result of two steps of the trainer on chats, for causal language models."""
+    """The expected result of two steps of the trainer on chats, for causal language models."""
 
     @property
     def is_causal(self) -> bool:
-        """Whether the trainer can tune it."""
+        """True if the trainer can fine-tune it on chats."""
         return self.auto == CAUSAL
 
 
@@ -186,7 +186,7 @@ ARCHITECTURES = [
 
 
 class Result(NamedTuple):
-    """What was found: "equal", or how it differs."""
+    """The results of an architecture: each is "equal", or a description of the difference."""
 
     trained: str
     exported: str
@@ -194,14 +194,14 @@ class Result(NamedTuple):
 
 
 def family(one: Architecture) -> Any:
-    """The class of transformers that builds and loads the model."""
+    """Return the class of transformers that builds and loads the model."""
     import transformers
 
     return getattr(transformers, f"AutoModel{one.auto}")
 
 
 def built(one: Architecture) -> Any:
-    """A new model."""
+    """Return a new model in fp64."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(one.name, **copy.deepcopy(one.config))
@@ -209,7 +209,7 @@ def built(one: Architecture) -> Any:
 
 
 def written(one: Architecture, folder: Path) -> Path:
-    """A folder with weights, by transformers; none has the value that initialisation gives."""
+    """Save a model by transformers, with all weights moved from their initial values."""
     torch.manual_seed(7)
     model = built(one)
     for param in model.parameters():
@@ -226,7 +226,7 @@ def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
     if logits.dim() == 3:
         targets = batch["decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"] % 50
     elif "input_ids" in batch:
-        targets = torch.arange(len(logits))  # each caption has its image
+        targets = torch.arange(len(logits))  # each caption belongs to the image at its place
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
@@ -237,7 +237,7 @@ def logits_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def steps(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
-    """Train, and return the losses."""
+    """Train for ``STEPS`` steps on one batch; return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     losses = []
     for _ in range(STEPS):
@@ -249,7 +249,7 @@ def steps(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
 
 
 def apart(found: dict[str, Tensor], expected: dict[str, Tensor], most: float) -> str:
-    """The name of the first tensor that differs, and by how much; "" if none does."""
+    """Describe the first tensor that differs by more than ``most``; "" if all are equal."""
     if found.keys() != expected.keys():
         return f"names {sorted(found.keys() ^ expected.keys())[:4]}"
     for name, value in expected.items():
@@ -262,14 +262,14 @@ def apart(found: dict[str, Tensor], expected: dict[str, Tensor], most: float) ->
 
 
 TOLERANCE = 1e-6
-"""Of weights in fp64: models compute norms and rotations in fp32, whatever their dtype."""
+"""Largest difference of fp64 weights: models compute norms and rotary embeddings in fp32."""
 
 
 LAYOUTS = {"per-parameter": fullshard.PerParameter(), "ragged": fullshard.Ragged()}
 
 
 def trained_and_exported(one: Architecture, folder: Path, layout: str) -> tuple[str, str]:
-    """On ranks: train in shards and in one process, export both, and compare."""
+    """On a rank: train in shards and in one process, export both, and compare."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with torch.device("meta"):
         model = built(one).train()
@@ -279,7 +279,7 @@ def trained_and_exported(one: Architecture, folder: Path, layout: str) -> tuple[
         return f"not loaded: {loaded}", "not run"
     theirs = family(one).from_pretrained(folder, **IN_FP64).train()
     for param, own in zip(theirs.parameters(), built(one).parameters(), strict=True):
-        param.requires_grad_(own.requires_grad)  # from_pretrained of transformers unfreezes all
+        param.requires_grad_(own.requires_grad)  # from_pretrained unfreezes all
     buffers, of_theirs = (dict(own.named_buffers()) for own in (model, theirs))
     said = apart(buffers, of_theirs, 0)
     before = {name: value.clone() for name, value in theirs.state_dict().items()}
@@ -301,7 +301,7 @@ def trained_and_exported(one: Architecture, folder: Path, layout: str) -> tuple[
 def exported(
     one: Architecture, model: Any, theirs: Any, folder: Path, batch: dict[str, Tensor]
 ) -> str:
-    """On ranks: export a trained model; compare it with what transformers writes of its own."""
+    """On a rank: export a trained model; compare the files with those that transformers writes."""
     ours, other = folder.with_suffix(".ours"), folder.with_suffix(".theirs")
     checkpoint.save_weights(model, ours)
     with torch.no_grad():
@@ -329,7 +329,7 @@ def files_in(folder: Path) -> dict[str, Tensor]:
 
 
 def chatted(config: Any) -> list[float] | str:
-    """On ranks: the losses of the trainer on chats, or why it refuses them."""
+    """On a rank: return the losses of the trainer on chats, or the text of its refusal."""
     from tests.kit.train_tuning import tuned
 
     try:
@@ -339,7 +339,7 @@ def chatted(config: Any) -> list[float] | str:
 
 
 def chats_of(one: Architecture, path: Path, pool: RankPool) -> str:
-    """Train on chats, and compare with one process that reads each chat alone."""
+    """Train on packed chats, and compare with one process that reads each chat alone."""
     from tests.kit.train_chats import write_chats, write_tokenizer
     from tests.kit.train_tuning import alone, config_of, expected_losses, text_of
 
@@ -361,7 +361,7 @@ def chats_of(one: Architecture, path: Path, pool: RankPool) -> str:
 
 
 def examine(one: Architecture, pool: RankPool, folder: Path) -> Result:
-    """Run everything for an architecture."""
+    """Return the results of an architecture."""
     path = written(one, folder)
     found = [
         (layout, *said)
@@ -376,16 +376,16 @@ def examine(one: Architecture, pool: RankPool, folder: Path) -> Result:
     return Result(trained, exports, chats_of(one, path, pool) if one.is_causal else "")
 
 
-# the table
+# The table.
 
 
 def static(one: Architecture) -> str:
-    """The part of a row that is known without a run."""
+    """Return the cells of a row that need no run."""
     return f"| {one.name} | {type_name(one)} | {one.shows} |"
 
 
 def type_name(one: Architecture) -> str:
-    """The class of the model."""
+    """Return the class name of the model."""
     with torch.device("meta"):
         return type(built(one)).__name__
 
@@ -396,7 +396,7 @@ def row(one: Architecture, result: Result) -> str:
 
 
 def main(names: Sequence[str]) -> None:
-    """Run all, or those whose row has one of ``names`` in it, and write their rows."""
+    """Run the architectures whose row contains one of ``names``, or all; write their rows."""
     old = {line.split(" | ")[0]: line for line in parts(BEGIN, END)[1].splitlines(keepends=True)}
     rows = []
     with RankPool() as pool:

@@ -1,6 +1,6 @@
-"""Each framework's programs, run on PyTorch's own FSDP and on ours, and the table of results.
+"""Runs each framework's programs on PyTorch's FSDP and on fullshard, and writes a table.
 
-The programs lie in ``programs``; they know nothing of fullshard and are never edited for it.
+The programs are in ``programs``; they know nothing of fullshard and are never edited for it.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ PAGE = ROOT / "docs" / "frameworks.md"
 BEGIN, END = "<!-- frameworks -->\n", "<!-- end of frameworks -->\n"
 TIMEOUT_S = 300.0
 TOLERANCE = 2e-6
-"""Between the losses and weights of two engines, which add up the same numbers."""
+"""Largest difference between the losses and weights of the two engines."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 FROM_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Entry(NamedTuple):
-    """A program of a framework, and what it shows."""
+    """A program of a framework, and the row of the table that it fills."""
 
     framework: str
-    """The package whose version counts."""
+    """The package whose version is in the table."""
     what: str
     face: str
     program: str
     arguments: tuple[str, ...]
     needs: tuple[str, ...] = ()
-    """Other packages, as imported."""
+    """Other packages that the program imports."""
     everywhere: bool = False
-    """Runs in the normal suite, if it can."""
+    """True if the program is part of the normal suite, where its packages are installed."""
     by_torchrun: bool = True
     ranks: int = 2
     since: tuple[int, int] | None = None
-    """The oldest PyTorch whose own FSDP runs it, if the row is not of the pinned PyTorch."""
+    """The oldest PyTorch whose own FSDP runs it, if newer than the pinned PyTorch."""
 
     @property
     def missing(self) -> list[str]:
-        """The packages that are not installed, or too old."""
+        """Packages that are not installed, or too old."""
         names = (self.framework.replace("-", "_"), *self.needs)
         return [name for name in names if find_spec(name) is None] + self.too_old
 
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
 
 
 def entries() -> list[Entry]:
-    """All of them, in the order of the table."""
+    """Return all entries, in the order of the table."""
     two, one = "FSDP2", "FSDP1"
     full, sharded = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
     both, typed = ("transformers", "accelerate"), ("spmd_types",)
@@ -89,7 +89,7 @@ def entries() -> list[Entry]:
     merged = "`get_peft_model`, `set_peft_model_state_dict`, `merge_and_unload`"
     torchtune = of("torchtune", "torchtune_full.py", "torchao")
     torchtitan = of("torchtitan", "torchtitan_trainer.py", *typed)
-    # torchtitan's default, which PyTorch's own FSDP runs since 2.14
+    # torchtitan's default backend, which needs PyTorch 2.14
     since = of("torchtitan", "torchtitan_trainer.py", *typed, since=(2, 14))
     titan = "`Trainer`, Llama debug model, resumed by DCP"
     titans, selective = f"{titan}, `spmd_types`", "bf16, selective activation checkpoints"
@@ -143,7 +143,7 @@ def entries() -> list[Entry]:
 
 
 class Run(NamedTuple):
-    """What one run of a program told, or the error that ended it."""
+    """The facts and weights that a program wrote, or the error that ended it."""
 
     facts: dict[str, Any]
     weights: dict[str, torch.Tensor]
@@ -151,16 +151,16 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The two runs of an entry."""
+    """The runs of an entry on both engines, and the run that fullshard is compared with."""
 
     theirs: Run
     ours: Run
     reference: Run
-    """``theirs``, or where that fails what the framework does without FSDP: DDP."""
+    """``theirs``; if it failed, a run without FSDP, which the framework does by DDP."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether losses and weights are those of the reference."""
+        """True if losses and weights equal those of the reference."""
         one, other = self.ours, self.reference
         if one.facts.get("engines") != ["fullshard"]:
             return False
@@ -177,7 +177,7 @@ class Result(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Whether training went on from what was loaded as if nothing had been in between."""
+        """True if the losses after loading equal those of the uninterrupted training."""
         again = self.ours.facts["again"]
         return distance(self.ours.facts["losses"][-len(again) :], again) <= TOLERANCE
 
@@ -189,7 +189,7 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def start(entry: Entry, folder: Path, how: str) -> subprocess.Popen[bytes]:
-    """Start a program on an engine: ``fullshard``, ``torch``, or ``plain`` (nobody interferes)."""
+    """Start a program on an engine: ``fullshard``, ``torch``, or ``plain`` (nothing patched)."""
     runner = {
         "fullshard": ("-m", "fullshard.compat"),
         "torch": ("-m", "tests.frameworks.on_torch"),
@@ -214,11 +214,11 @@ def start(entry: Entry, folder: Path, how: str) -> subprocess.Popen[bytes]:
 
 
 def end(process: subprocess.Popen[bytes], folder: Path) -> Run:
-    """Wait for a program."""
+    """Wait for a program, and return the facts that it wrote, or its error."""
     try:
         process.wait(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.terminate()  # the launcher takes its workers with it
+        process.terminate()  # the launcher ends its workers as well
         process.wait(timeout=TIMEOUT_S)
     if not (folder / "told.json").exists():
         return Run({}, {}, error_in((folder / "stderr").read_text()))
@@ -227,7 +227,7 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> Run:
 
 
 def error_in(printed: str) -> str:
-    """The error that ended a program, of the rank that failed first."""
+    """Return the error of the rank that failed first."""
     printed = re.sub(r"\x1b\[[\d;]*m|\[repeated.*\]", "", printed)
     signal = re.search(r"exitcode  : (-\d+) \(pid: \d+\)\s+\((SIG(?!TERM)\w+)\)", printed)
     raised = re.findall(r"^.*?\b(\w*(?:Error|Exception)): (.+)$", printed, re.MULTILINE)
@@ -241,7 +241,7 @@ def error_in(printed: str) -> str:
 
 
 def run(entry: Entry, folder: Path) -> Result:
-    """Run a program on both engines at once; on DDP as well if only PyTorch's own cannot run it."""
+    """Run a program on both engines at once; also on DDP if PyTorch's own FSDP alone fails."""
     ours, theirs = folder / "fullshard", folder / "torch"
     started = [start(entry, where, where.name) for where in (ours, theirs)]
     done = [end(process, where) for process, where in zip(started, (ours, theirs), strict=True)]
@@ -252,7 +252,7 @@ def run(entry: Entry, folder: Path) -> Result:
     return Result(done[1], done[0], reference)
 
 
-# the table
+# The table.
 
 HEAD = (
     "| framework | version | program | face | PyTorch's own | fullshard | after loading |\n"
@@ -261,12 +261,12 @@ HEAD = (
 
 
 def static(entry: Entry) -> str:
-    """The part of a row that is known without a run, but for the version."""
+    """Return the cells of a row that need no run, except the version."""
     return f"{entry.what} | {entry.face}"
 
 
 def row(entry: Entry, folder: Path) -> str:
-    """A row of the table, from a run."""
+    """Run an entry, and return its row of the table."""
     version = "" if entry.missing else metadata.version(entry.framework)
     if entry.since:
         version += f", PyTorch {torch.__version__.partition('+')[0]}"
@@ -293,14 +293,14 @@ def cell(text: str) -> str:
 
 
 def parts(begin: str = BEGIN, end: str = END) -> tuple[str, str, str]:
-    """The page before the table, the table, and the page after it."""
+    """Return the page before the table, the table, and the page after it."""
     before, rest = PAGE.read_text().split(begin)
     inside, after = rest.split(end)
     return before, inside, after
 
 
 def main(names: Sequence[str]) -> None:
-    """Run all programs, or those whose row has one of ``names`` in it, and write their rows."""
+    """Run the programs whose row contains one of ``names``, or all; write their rows."""
     old = {key(line): line for line in parts()[1].splitlines(keepends=True)[2:]}
     rows = []
     for number, entry in enumerate(entries()):
@@ -316,6 +316,6 @@ def main(names: Sequence[str]) -> None:
 
 
 def key(line: str) -> tuple[str, str]:
-    """What tells rows apart."""
+    """Return the cells that identify a row."""
     framework, _, what, face, *_ = line.removeprefix("| ").split(" | ")
     return framework, f"{what} | {face}"

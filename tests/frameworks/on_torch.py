@@ -1,8 +1,9 @@
 """Run an unedited program on PyTorch's own FSDP: ``-m tests.frameworks.on_torch program.py``.
 
-So that the two runs differ in nothing but the engine, two things that ``patch_torch`` does for
-programs on CPUs are done here as well. Accelerate, which takes DDP on CPUs whatever it is asked
-for, shards; and FSDP1, which is told ``device_id=cpu:0`` then, does not compare that with ``cpu``.
+The two runs must differ in the engine alone, so this module repeats two changes that
+``patch_torch`` makes for programs on CPUs. Accelerate shards on CPUs, where it would otherwise
+choose DDP. FSDP1 gets ``device_id=cpu`` instead of ``cpu:0``, which it would refuse as unequal to
+``cpu``.
 """
 
 from __future__ import annotations

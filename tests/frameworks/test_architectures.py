@@ -1,4 +1,4 @@
-"""Models of transformers, sharded, give what they give in one process."""
+"""Sharded models of transformers give the results of one process."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def expected(one: Architecture) -> Result:
 
 
 @each_architecture
-@pytest.mark.filterwarnings("ignore")  # of transformers
+@pytest.mark.filterwarnings("ignore")  # warnings of transformers
 def test_it_gives_what_one_process_gives(pool: RankPool, tmp_path: Path, one: Architecture) -> None:
     assert examine(one, pool, tmp_path) == expected(one)
 
 
 def test_the_table_has_these_results() -> None:
-    """If not: ``python -m tests.frameworks models``."""
+    """To update the table, run ``python -m tests.frameworks models``."""
     rows = parts(BEGIN, END)[1].splitlines(keepends=True)[2:]
     assert rows == [row(one, expected(one)) for one in ARCHITECTURES]

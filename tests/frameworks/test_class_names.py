@@ -1,4 +1,4 @@
-"""Names that transformers converts by the class of a model, once the model is sharded."""
+"""Sharding, which changes a model's class, keeps the name conversions of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", reason="the extra hf is not i
 
 pytestmark = [
     pytest.mark.usefixtures("world_of_one"),
-    pytest.mark.filterwarnings("ignore"),  # of transformers
+    pytest.mark.filterwarnings("ignore"),  # warnings of transformers
 ]
 
 FUSED = {
@@ -28,7 +28,7 @@ FUSED = {
     "Tipsv2DptForNormalEstimation", "Tipsv2DptForSemanticSegmentation", "Tipsv2TextModel",
     "Tipsv2VisionBackbone", "Tipsv2VisionModel", "UnlimitedOcrVisionEncoder",
 }  # fmt: skip
-"""Classes of which transformers stores one tensor for several parameters."""
+"""Classes for which transformers stores several parameters as one tensor."""
 
 NO_DEFAULT = {
     "AyaVisionModel", "ConditionalDetrForSegmentation", "ConditionalDetrModel",
@@ -36,16 +36,16 @@ NO_DEFAULT = {
     "Sapiens2ForImageMatting", "Sapiens2ForNormalEstimation", "Sapiens2ForPointmapEstimation",
     "Sapiens2ForPoseEstimation", "Sapiens2ForSemanticSegmentation",
 }  # fmt: skip
-"""Classes that cannot be made with the default configuration, or not without timm."""
+"""Classes that cannot be built from their default configuration, or only with timm."""
 
 OPTIONS: dict[str, Any] = {"BeitForSemanticSegmentation": {"out_indices": [3, 5, 7, 11]}}
 
 
 def classes() -> Iterator[type[Any]]:
-    """Yield the classes for which transformers has conversions by class name."""
+    """Yield the classes for which transformers converts names by class name."""
     from transformers import conversion_mapping
 
-    conversion_mapping.get_checkpoint_conversion_mapping("")  # makes the table
+    conversion_mapping.get_checkpoint_conversion_mapping("")  # fills the cache read below
     table = conversion_mapping._checkpoint_conversion_mapping_cache
     folder = Path(transformers.__file__).parent
     files = {file: file.read_text() for file in folder.glob("models/*/modeling_*.py")}
@@ -57,7 +57,7 @@ def classes() -> Iterator[type[Any]]:
 
 
 def outcome(cls: type[Any]) -> str:
-    """Compare names and shapes, written and read, with those of transformers."""
+    """Compare the names and shapes that are written and read with those of transformers."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:

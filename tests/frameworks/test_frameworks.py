@@ -1,4 +1,4 @@
-"""Frameworks' own programs train, save and load on ours as on PyTorch's FSDP."""
+"""Frameworks' own programs train, save and load with fullshard as with PyTorch's FSDP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_unedited_program_gives_what_it_gives_on_pytorchs_own(
     assert result.ours.facts["engines"] == ["fullshard"]
     assert "fullshard" not in result.reference.facts["engines"]
     assert result.is_equal, (result.ours.facts, result.reference.facts)
-    # Accelerate forgets optimizers here: PyTorch gives it nothing to load into before a step.
+    # Accelerate loads no optimizer state here: before a step, PyTorch has no state to load into.
     assert result.goes_on or entry.arguments[:2] == ("1", "SHARDED_STATE_DICT")
 
 
@@ -49,7 +49,7 @@ def rows() -> list[str]:
 
 
 def test_the_table_has_a_row_for_every_program() -> None:
-    """If not: ``python -m tests.frameworks``, where all frameworks are installed."""
+    """To update the table, run ``python -m tests.frameworks`` with all frameworks installed."""
     assert [key(row) for row in rows()] == [(e.framework, static(e)) for e in entries()]
     for row in rows():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]

@@ -23,7 +23,7 @@ accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_st
 def build(seed):
     torch.manual_seed(seed)
     model = mlp()
-    if version == 1:  # whose optimizers are made of what is sharded
+    if version == 1:  # FSDP1 optimizers must be made from sharded parameters
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
     else:

@@ -57,8 +57,8 @@ model, optimizer = build(seed=0)
 losses = train(model, optimizer, range(3))
 saved = get_model_state_dict(model, options=WHOLE)
 state = get_optimizer_state_dict(model, optimizer, options=WHOLE)
-box = copy.deepcopy([saved, state])  # step counts are the live ones
-dist.broadcast_object_list(box)  # only the first rank has whole state
+box = copy.deepcopy([saved, state])  # the state dict shares its step counts with the optimizer
+dist.broadcast_object_list(box)  # only the first rank has full state dicts
 saved, state = box
 losses += train(model, optimizer, range(3, 6))
 

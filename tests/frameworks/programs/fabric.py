@@ -29,7 +29,7 @@ def build(seed):
 def train(model, optimizer, steps):
     losses = []
     for step in steps:
-        for half in range(2):  # gradients of two batches add up, the second reduces them
+        for half in range(2):  # accumulate two gradients, reduce with the second
             x = inputs(100 * step + 10 * half + fabric.global_rank)
             with fabric.no_backward_sync(model, enabled=half == 0):
                 loss = loss_of(model, x)

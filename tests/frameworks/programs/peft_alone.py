@@ -1,4 +1,4 @@
-"""LoRA adapters of peft, sharded by hand: adapters are saved, loaded and merged."""
+"""LoRA adapters of peft, sharded by ``fully_shard`` or FSDP1, saved, loaded and merged."""
 
 import sys
 
@@ -34,7 +34,7 @@ def build(seed):
             use_orig_params=True,
             device_id=torch.device("cpu"),
         )
-    base = model.get_base_model()  # which is what merging leaves
+    base = model.get_base_model()  # the module that remains after merging
     for layer in base.model.layers:
         fully_shard(layer)
     fully_shard(base)

@@ -1,7 +1,6 @@
 """Ray Train: its ``prepare_model`` (1), or ``fully_shard`` in its workers (2).
 
-Workers are processes that Ray starts, so each of them patches PyTorch, or does not: the argument
-``fullshard``.
+Ray starts the workers, so each worker patches PyTorch itself if the argument is ``fullshard``.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Small models and what they learn; and runs of trainers that save and resume."""
+"""Small models, their data, and training runs that save and resume."""
 
 import sys
 
@@ -56,13 +56,13 @@ def rows():
 
 
 def arguments_of(kind, **options):
-    """Arguments of a trainer, a class of transformers or one that is based on it."""
+    """Return training arguments of class ``kind``, which comes from transformers."""
     sharding = {
         "version": int(sys.argv[1]),
         "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
         "state_dict_type": sys.argv[2],
         "use_orig_params": "flat" not in sys.argv,
-        "sync_module_states": False,  # which Accelerate refuses on CPUs
+        "sync_module_states": False,  # Accelerate refuses True on CPUs
     }
     return kind(
         "out",
@@ -81,7 +81,7 @@ def arguments_of(kind, **options):
 
 
 def train_and_resume(trainer, weights="model.safetensors"):
-    """Train, resume a second trainer from a checkpoint of the first, and tell; ends the program."""
+    """Train, resume a second trainer from a checkpoint of the first, write results, and exit."""
     first = trainer(seed=0)
     first.train()
     second = trainer(seed=1)

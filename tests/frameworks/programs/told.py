@@ -1,4 +1,4 @@
-"""What a program of this folder tells the test that ran it. No framework knows of this file."""
+"""Writes the results of a program in this folder, for the test that ran the program."""
 
 import gc
 import json
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 
 def engines():
-    """The packages whose classes the sharded modules have."""
+    """Return the packages that define the FSDP classes of live objects."""
     found = set()
     for one in gc.get_objects():
         kind = type(one)
@@ -24,10 +24,10 @@ def engines():
 
 
 def write(folder, losses, again, model, saved=None):
-    """Write losses, those after loading what was saved on the way, and whole weights.
+    """Write the losses, the losses after loading the checkpoint, and the full weights.
 
-    ``saved`` are weights that the framework saved whole, after training. ``model`` is None if
-    PyTorch's functions do not know its names; then ``saved`` are all its weights.
+    ``saved`` are full weights that the framework saved after training. ``model`` is None if
+    PyTorch's state dict functions do not know its names; then ``saved`` holds all weights.
     """
     options = StateDictOptions(full_state_dict=True)
     weights = {} if model is None else get_model_state_dict(model, options=options)
@@ -43,8 +43,8 @@ def write(folder, losses, again, model, saved=None):
 def tell(*facts):
     """Write ``facts`` and end the program.
 
-    A thread of gloo may let go of a Python object while the interpreter ends, which aborts the
-    process, with PyTorch's own FSDP too; so it ends here.
+    At interpreter exit, a thread of gloo may release a Python object, which aborts the process
+    (with PyTorch's own FSDP too). ``os._exit`` avoids that.
     """
     write(".", *facts)
     sys.stdout.flush()

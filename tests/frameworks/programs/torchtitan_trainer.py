@@ -1,7 +1,8 @@
 """torchtitan's own ``Trainer`` on its Llama debug model, saved by DCP and resumed.
 
-torchtitan knows accelerators only. So that it runs on CPUs, functions of ``torch.cpu`` stand in for
-those that its monitors call, and its attention is PyTorch's: flex attention has no backward here.
+torchtitan expects an accelerator. To run it on CPUs, this program adds functions to ``torch.cpu``
+that torchtitan's monitors call, and replaces flex attention, which has no backward on CPUs, with
+PyTorch's scaled dot product attention.
 """
 
 import functools
@@ -47,14 +48,14 @@ rank = dist.get_rank()
 distributed.set_pg_timeouts = lambda *_, **__: None
 made = ParallelDims.from_config
 ALL = functools.cache(lambda: made(configured(-1).parallelism, dist.get_world_size()))
-# PyTorch's FSDP2 refuses equal meshes that are other objects, so both trainers have the same.
+# PyTorch's FSDP2 refuses a mesh that is equal but another object, so both trainers share one.
 ParallelDims.from_config = lambda *_: ALL()
 ROOT = Path.cwd()
 WORDS = [f"word{number}" for number in range(256)]
 
 
 def causal(q, k, v, *, block_mask=None, scale=None, enable_gqa=False, **_):
-    with spmd_types.no_typecheck():  # which does not know this function
+    with spmd_types.no_typecheck():  # the type checker does not know this function
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
         )
@@ -64,14 +65,14 @@ def causal(q, k, v, *, block_mask=None, scale=None, enable_gqa=False, **_):
 
 
 def without_mean_of_gloo(module):
-    """PyTorch's FSDP2 asks for a reduction that gloo lacks if a divide factor is set."""
+    """Force sum reductions: with a divide factor, FSDP2 asks for a reduction that gloo lacks."""
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
             inner.set_force_sum_reduction_for_comms(True)
 
 
 def make_assets():
-    """A tokenizer and texts, where torchtitan's own repository has them."""
+    """Write a tokenizer and texts, in the places where torchtitan's repository has them."""
     (ROOT / "tests/assets/tokenizer").mkdir(parents=True)
     (ROOT / "tests/assets/c4_test").mkdir()
     vocabulary = {word: number for number, word in enumerate([*WORDS, "<s>", "</s>", "<u>"])}
@@ -99,7 +100,7 @@ def configured(load_step):
         config.training.global_batch_size = 8
     if "bf16" not in ways:
         config.activation_checkpoint = None
-    if "spmd_types" not in ways:  # else torchtitan's default
+    if "spmd_types" not in ways:  # "spmd_types" is torchtitan's default
         config.parallelism.spmd_backend = "partial_dtensor"
     config.debug.spmd_typechecking = "checked" in ways
     if "hsdp" in ways:
@@ -114,7 +115,7 @@ def configured(load_step):
 
 
 def fill(model):
-    """The same values on every engine: PyTorch's draws each shard, ours the whole parameters."""
+    """Set equal values on both engines, whose own initialisations draw different numbers."""
     with torch.no_grad():
         for seed, param in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(seed)

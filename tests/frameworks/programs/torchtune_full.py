@@ -33,7 +33,7 @@ def build(weights):
         model = whole(seed=0)
     conditions = [partial(training.get_shard_conditions, names_to_match=None)]
     training.shard_model(model, conditions, cpu_offload=False)
-    with device:  # what no state dict has
+    with device:  # buffers that are in no state dict
         for module in model.modules():
             if hasattr(module, "rope_init"):
                 module.rope_init()

@@ -1,4 +1,4 @@
-"""A model that transformers shards itself, by its ``DistributedConfig``, as it is loaded."""
+"""A model that transformers itself shards while loading, by its ``DistributedConfig``."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""verl's own functions around FSDP2, called as its actor calls them: shard, load, clip, offload."""
+"""verl's own FSDP2 functions in the order of its actor: shard, load, clip, offload."""
 
 import copy
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from verl.utils import fsdp_utils
 
-fsdp_utils.get_device_id = lambda: "cpu"  # verl knows accelerators only
+fsdp_utils.get_device_id = lambda: "cpu"  # verl expects an accelerator
 fsdp_utils.get_device_name = lambda: "cpu"
 
 dist.init_process_group("gloo")
@@ -25,7 +25,7 @@ WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def build(weights):
-    """Shard a model as ``transformer_impl`` does, whose first rank alone has real weights."""
+    """Shard a model as ``transformer_impl`` does; only the first rank has real weights."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
     if rank == 0:
         model = llama(seed=0)
