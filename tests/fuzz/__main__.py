@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz --cases 20000``: hours of cases; ``--seed N`` runs one of them again."""
+"""``python -m tests.fuzz --cases 20000`` runs cases for hours; ``--seed N`` runs one case again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks.pool import RankPool
 
 
 def main() -> int:
-    """Run what is asked for; 1 if anything failed."""
+    """Run the cases that the command line asks for; return 1 if any failed."""
     args = _arguments()
     with RankPool(warning_filters=["error"]) as pool:
         if args.seed is not None or args.case:

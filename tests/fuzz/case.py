@@ -1,4 +1,4 @@
-"""What a case is: a model, how it is sharded, and a program. Plain values, printed as written."""
+"""Data classes of a case: a model, its sharding, and a program. Their repr can be read back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _Brief:
-    """Printed without what has its default, so that a reproduction is short, and can be read."""
+    """Leaves fields with default values out of the repr, to keep reproductions short."""
 
     def __repr__(self) -> str:
         shown = [
@@ -21,24 +21,24 @@ class _Brief:
 
 @dataclass(frozen=True, repr=False)
 class Node(_Brief):
-    """A module of the model; children are numbers of nodes before it, one perhaps twice."""
+    """A module of the model; children are numbers of earlier nodes, and one may occur twice."""
 
     kind: str
     size: int = 3
     bias: bool = True
     children: tuple[int, ...] = ()
     io: str = "tensor"
-    """What forward takes and gives: tensor, kwargs, tuple, dict or record (a dataclass)."""
+    """Format of the input and output: tensor, kwargs, tuple, dict or record (a dataclass)."""
     checkpoint: str = ""
-    """How parents run it: "", "reentrant" or "plain" (non-reentrant) activation checkpoints."""
+    """Activation checkpointing by the parents: "", "reentrant" or "plain" (non-reentrant)."""
     times: int = 1
-    """How many times in a row parents call it."""
+    """Number of consecutive calls by a parent."""
     frozen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
 class Model(_Brief):
-    """Nodes, the last being the root; all take and give tensors of ``width`` columns."""
+    """Nodes, the last of which is the root; inputs and outputs have ``width`` columns."""
 
     width: int
     nodes: tuple[Node, ...]
@@ -47,27 +47,27 @@ class Model(_Brief):
 
 @dataclass(frozen=True, repr=False)
 class Unit(_Brief):
-    """One call of ``fully_shard``, or one wrapper."""
+    """One call of ``fully_shard``, or one ``FullyShardedDataParallel`` wrapper."""
 
     nodes: tuple[int, ...]
     reshard: bool | int | None = None
     layout: str | int = "param"
-    """param, or the granularity of a ragged layout: element, row, tensor or a number."""
+    """"param", or the granularity of a ragged layout: "element", "row", "tensor" or a number."""
     dim: int = 0
-    """On which matrices are cut by ``shard_placement_fn``."""
+    """Nonzero: ``shard_placement_fn`` shards matrices on their last dim."""
 
 
 @dataclass(frozen=True, repr=False)
 class Sharding(_Brief):
-    """Which modules are units, in the order of the calls, and on which mesh."""
+    """The units of a model, in the order of the calls, and their mesh."""
 
     face: str
-    """modules (``fully_shard``), originals or flat (``FullyShardedDataParallel``)."""
+    """"modules" (``fully_shard``); "originals" or "flat" (``FullyShardedDataParallel``)."""
     units: tuple[Unit, ...]
     mesh: tuple[int, ...] = ()
     strategy: str = "FULL_SHARD"
     options: dict[str, Any] = field(default_factory=dict)
-    """Further ones of the wrapper, or ``offload`` and ``budget``."""
+    """Further options of the wrapper; with ``fully_shard``, "offload" and "budget"."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +83,20 @@ class Step:
 
 
 def step(op: str, **options: Any) -> Step:
-    """A step as it is printed."""
+    """Return a step; a printed case calls this function."""
     return Step(op, options)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What all ranks do alike."""
+    """A complete case, equal on all ranks."""
 
     seed: int
     world: int
     model: Model
     sharding: Sharding
     optimizer: tuple[str, dict[str, Any]]
-    """Its class, perhaps after "Sharded", and its options."""
+    """Name of the class, with the prefix "Sharded" for ``ShardedOptimizer``, and its options."""
     steps: tuple[Step, ...]
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Case:
 
 
 def read(text: str) -> Case:
-    """The case that was printed so."""
+    """Return the case whose ``str`` is ``text``."""
     names = {cls.__name__: cls for cls in (Case, Model, Node, Sharding, Unit)}
     case = eval(text, {"__builtins__": {}, **names, "step": step, "inf": inf})
     assert isinstance(case, Case)

@@ -1,4 +1,4 @@
-"""What is equal: the sharded model's parameters, gradients and optimizer state, and the others."""
+"""Compares a sharded model and its optimizer with the reference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TOLERANCE = 1e-10
 
 
 class Differs(AssertionError):
-    """The sharded model is not like the reference."""
+    """The sharded model differs from the reference."""
 
 
 def compare_tensors(what: str, have: Tensor | None, expected: Tensor | None) -> None:
-    """Raise where they differ beyond rounding; no gradient is as good as one of zeros."""
+    """Raise if the tensors differ by more than rounding; None equals zeros."""
     if have is None or expected is None:
         one = have if expected is None else expected
         if one is not None and one.numel() and one.abs().max() > TOLERANCE:
@@ -43,14 +43,14 @@ def compare_tensors(what: str, have: Tensor | None, expected: Tensor | None) -> 
 
 
 def compare_all(model: nn.Module, optimizer: Optimizer, reference: Reference) -> None:
-    """Everything; a collective."""
+    """Compare parameters, gradients and optimizer state; a collective."""
     compare_values(model, reference, rank0_only=False)
     compare_gradients(model, reference)
     compare_optimizers(model, optimizer, reference)
 
 
 def compare_values(model: nn.Module, reference: Reference, *, rank0_only: bool) -> None:
-    """All values, one by one, as in the unsharded model's ``named_parameters()``."""
+    """Compare all parameters one by one, in the order of the unsharded ``named_parameters()``."""
     have = dict(iter_full_params(model, rank0_only=rank0_only))
     expected = dict(reference.model.named_parameters())
     _compare_named("iter_full_params", have, expected, rank0_only=rank0_only)
@@ -70,7 +70,7 @@ def _compare_named(
 
 
 def compare_gradients(model: nn.Module, reference: Reference) -> None:
-    """All gradients, as ``unshard_params`` shows them."""
+    """Compare all gradients in ``unshard_params``."""
     expected = dict(reference.model.named_parameters())
     with unshard_params(model, with_grads=True, writeback=False):
         have = {clean_name(name): param.grad for name, param in model.named_parameters()}
@@ -85,7 +85,7 @@ def compare_gradients(model: nn.Module, reference: Reference) -> None:
 
 
 def compare_optimizers(model: nn.Module, optimizer: Optimizer, reference: Reference) -> None:
-    """All state of the optimizers."""
+    """Compare the full states of the optimizers."""
     have = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
     names = {param: name for name, param in reference.model.named_parameters()}
     expected = {names[p]: state for p, state in reference.optimizer.state.items() if state}
@@ -108,6 +108,6 @@ def _compare_state(what: str, have: Any, expected: Any) -> None:
 
 
 def compare_states(model: nn.Module, expected: Mapping[str, Any], *, rank0_only: bool) -> None:
-    """Full state dicts, with buffers."""
+    """Compare full state dicts, buffers included."""
     have = full_state_dict(model, rank0_only=rank0_only)
     _compare_named("full_state_dict", have, expected, rank0_only=rank0_only)

@@ -1,4 +1,4 @@
-"""Defects planted on purpose, each of which the fuzzer has to find."""
+"""Deliberate defects; the fuzzer has to find each of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Changed = Callable[..., Any]
 
 
 def _scaled_gradients(plain: Changed) -> Changed:
-    """Reductions that are off by a millionth."""
+    """Make reduced gradients wrong by a factor of 1 + 1e-6."""
 
     @wraps(plain)
     def changed(self: Gradients, spec: Any, row: Any) -> None:
@@ -30,7 +30,7 @@ def _scaled_gradients(plain: Changed) -> Changed:
 
 
 def _lost(name: str, plain: Changed) -> Changed:
-    """Gradients that wait are forgotten: for a backward that reduces, or for the replicas."""
+    """Forget gradients that wait for a later backward ("pending") or all-reduce ("partial")."""
 
     @wraps(plain)
     def changed(self: Gradients) -> Any:
@@ -41,28 +41,28 @@ def _lost(name: str, plain: Changed) -> Changed:
 
 
 def _unseen_writes(plain: Changed) -> Changed:
-    """What is in memory is used on, although shards were changed."""
+    """Keep using unsharded parameters after their shards were changed."""
     return lambda self: False
 
 
 def _broken_ties(plain: Changed) -> Changed:
-    """A parameter that was tied after sharding is a copy with a shard of its own again."""
+    """Leave a parameter that was tied after sharding as a copy with a shard of its own."""
     return lambda self, targets: None
 
 
 def _unseen_differences(plain: Changed) -> Changed:
-    """Replicas that differ by rank are saved, one rank's for all."""
+    """Save one rank's value of a replicated tensor although the ranks' values differ."""
     return lambda council, keys: None
 
 
 class Defect(NamedTuple):
-    """A method of ``cls``, or a function of a module, that does something else."""
+    """A replacement for a method of ``cls``, or for a function of a module."""
 
     cls: type | ModuleType
     method: str
     change: Callable[[Changed], Changed]
     shown_by: tuple[str, ...] = ()
-    """What stands in a case that can show it."""
+    """Texts that all occur in a case which can reveal the defect."""
 
 
 DEFECTS = {
@@ -82,7 +82,7 @@ DEFECTS = {
 
 
 def run_with_defect(cases: Sequence[int | Case], log: str, defect: str) -> int:
-    """``run_cases``, while a method does something else."""
+    """Run cases with one defect in place."""
     cls, method, change, _ = DEFECTS[defect]
     with mock.patch.object(cls, method, change(getattr(cls, method))):
         return run_cases(cases, log)

@@ -1,4 +1,4 @@
-"""Models, and ways to shard them, drawn at random."""
+"""Random models and shardings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.fuzz.case import Model, Node, Sharding, Unit
 
-KINDS = {  # with parameters that are tied to others of their shape
+KINDS = {  # parameters that can be tied to parameters of equal shape
     "sequence": {},
     "residual": {},
     "linear": {"up.weight": "size,width", "down.weight": "width,size"},
@@ -37,7 +37,7 @@ def _model(draw: Random) -> Model:
         taken = len(orphans) if is_root else min(len(orphans), draw.choice((0, 0, 1, 2)))
         children = draw.sample(orphans, taken)
         orphans = [one for one in orphans if one not in children]
-        if nodes and draw.random() < 0.12:  # one that has a parent already, or a second call
+        if nodes and draw.random() < 0.12:  # a second parent, or a second call
             extra = draw.randrange(number)
             if extra not in orphans:
                 children.append(extra)
@@ -61,7 +61,7 @@ def _node(draw: Random, children: tuple[int, ...], *, is_root: bool) -> Node:
 
 
 def below(model: Model, number: int) -> set[int]:
-    """The node and all that are in it."""
+    """Return the numbers of a node and of all nodes below it."""
     found = {number}
     for child in model.nodes[number].children:
         found |= below(model, child)
@@ -69,7 +69,7 @@ def below(model: Model, number: int) -> set[int]:
 
 
 def owners_of(model: Model, units: Sequence[Unit]) -> dict[int, int]:
-    """Of each node the number of the unit that has its parameters."""
+    """Return for each node the number of the unit that owns its parameters."""
     owners: dict[int, int] = {}
     for number, unit in enumerate(units):
         for node in unit.nodes:
@@ -79,7 +79,7 @@ def owners_of(model: Model, units: Sequence[Unit]) -> dict[int, int]:
 
 
 def _tied(draw: Random, model: Model, units: Sequence[Unit]) -> Model:
-    """Perhaps with a tie, within one unit: docs/differences.md, a tie across calls is refused."""
+    """Return the model, in some cases with a tie inside a unit; a tie across units is refused."""
     owners, root = owners_of(model, units), len(model.nodes) - 1
     by_shape: dict[tuple[int, str], list[tuple[int, str]]] = {}
     for number, node in enumerate(model.nodes):
@@ -94,11 +94,11 @@ def _tied(draw: Random, model: Model, units: Sequence[Unit]) -> Model:
     return Model(model.width, model.nodes, ((one, name, other, there),))
 
 
-# units
+# Units.
 
 
 def draw_case(draw: Random, world: int, face: str) -> tuple[Model, Sharding]:
-    """A model, and one way to shard it that is hardly ever refused."""
+    """Draw a model, and a sharding of it that is rarely refused."""
     model = _model(draw)
     sharding = sharding_of(draw, model, world, face)
     model = _tied(draw, model, sharding.units)
@@ -106,22 +106,22 @@ def draw_case(draw: Random, world: int, face: str) -> tuple[Model, Sharding]:
 
 
 def _fitting(draw: Random, model: Model, sharding: Sharding, world: int) -> Model:
-    """Without what would be refused, but for now and then."""
+    """Return the model, in most cases without the parts that this sharding refuses."""
     nodes = model.nodes
     shards = sharding.mesh[-1] if sharding.mesh else world
     ragged = all(unit.layout != "param" for unit in sharding.units)
     if sharding.face != "modules":
         ragged = shards > 1 and sharding.strategy != "NO_SHARD"
     if not ragged and draw.random() < 0.95:
-        # docs/limits.md: scalars are for the ragged layout
+        # Scalar parameters need a ragged layout (docs/limits.md).
         nodes = tuple(replace(n, kind="gain") if n.kind == "scalar" else n for n in nodes)
     if sharding.face == "flat" and draw.random() < 0.95:
-        nodes = tuple(replace(node, frozen=()) for node in nodes)  # one parameter, one flag
+        nodes = tuple(replace(node, frozen=()) for node in nodes)  # one requires_grad flag for all
     return replace(model, nodes=nodes)
 
 
 def sharding_of(draw: Random, model: Model, world: int, face: str) -> Sharding:
-    """Any way to shard ``model``."""
+    """Draw a sharding of ``model``."""
     mesh = draw.choice([(), (), (), (world,), *_two_dims(world)])
     shards = mesh[-1] if mesh else world
     units = [
@@ -168,7 +168,7 @@ def _layout(draw: Random, face: str) -> dict[str, Any]:
 
 
 def _units(draw: Random, model: Model) -> list[tuple[int, ...]]:
-    """Inner ones first, as they have smaller numbers. What two modules share is one."""
+    """Draw units, inner ones first (smaller numbers); each shared module is a unit."""
     root = len(model.nodes) - 1
     calls = [child for node in model.nodes for child in node.children]
     share = draw.choice((0.2, 0.5, 0.9))
@@ -180,13 +180,13 @@ def _units(draw: Random, model: Model) -> list[tuple[int, ...]]:
 
 
 def _with_a_list(draw: Random, model: Model, units: list[Unit]) -> list[Unit]:
-    """Perhaps with two units made one, the later one's call being theirs."""
+    """Return the units, in some cases with two merged into one call of ``fully_shard``."""
     if len(units) < 3 or draw.random() < 0.7:
         return units
     one, other = sorted(draw.sample(range(len(units) - 1), 2))
     first, second = units[one].nodes[0], units[other].nodes[0]
     between = [unit.nodes[0] for unit in units[one + 1 : other + 1]]
     if any(first in below(model, node) for node in between):
-        return units  # a call between them has the first one already
+        return units  # a unit in between owns the first module
     both = Unit(**{**vars(units[other]), "nodes": (first, second)})
     return [*units[:one], *units[one + 1 : other], both, *units[other + 1 :]]

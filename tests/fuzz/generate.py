@@ -1,4 +1,4 @@
-"""From one integer to a case; the same on every machine, run and rank."""
+"""Makes a case from an integer, equal on every machine, in every run and on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIMIZERS: Sequence[tuple[str, dict[str, Any]]] = (
     ("SGD", {"lr": 0.1}),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    # A large eps: what is nothing but rounding in one order of sums would be a step in another.
+    # A large eps keeps rounding differences of gradients near zero from becoming whole steps.
     ("Adam", {"lr": 0.05, "eps": 0.1}),
     ("AdamW", {"lr": 0.05, "eps": 0.1, "weight_decay": 0.1}),
     ("AdamW", {"lr": 0.05, "eps": 0.1, "amsgrad": True}),
@@ -29,12 +29,12 @@ OPTIMIZERS: Sequence[tuple[str, dict[str, Any]]] = (
 
 
 def world_of(seed: int) -> int:
-    """How many ranks the case has: all in turns."""
+    """Return the number of ranks, which cycles through 1 to ``MAX_WORLD``."""
     return 1 + seed % MAX_WORLD
 
 
 def generate(seed: int) -> Case:
-    """The case of a seed."""
+    """Return the case of a seed."""
     draw = Random(seed)
     world = world_of(seed)
     face = draw.choice(("modules", "modules", "originals", "flat"))

@@ -1,4 +1,4 @@
-"""Many cases on a pool of ranks: what fails is noted, and the rest goes on."""
+"""Runs many cases on a pool of ranks, records failures, and continues after them."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ from tests.fuzz.shrink import shrink
 from tests.ranks.pool import RankError, RankPool
 
 Run = Callable[..., object]
-"""What runs cases on ranks: ``run_cases``, or that with a defect planted."""
+"""A function that runs cases on ranks: ``run_cases``, perhaps with a defect in place."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that failed."""
-
     seed: int
     kind: str
-    """What failed, without numbers, to tell failures from each other."""
+    """The error without numbers, to group failures."""
     text: str
-    """What each rank said, or where it is stuck."""
+    """The error of each rank, or the place where the rank hangs."""
 
 
 @dataclass
 class Figures:
-    """What was run."""
+    """Counts of cases."""
 
     passed: Counter[str] = field(default_factory=Counter)
-    """Cases by face and number of ranks."""
+    """Number of passed cases by face and number of ranks."""
     refusals: Counter[str] = field(default_factory=Counter)
-    """By kind; a case may have several."""
+    """Number of refusals by kind; a case may have several."""
     failures: list[Failure] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -64,7 +62,7 @@ def hunt(
     job: int = 50,
     timeout_s: float = 120.0,
 ) -> Iterator[Failure]:
-    """Run ``seeds``, many in a job, those of one number of ranks together; gives what fails."""
+    """Run ``seeds`` in jobs of cases with equal numbers of ranks; yield the failures."""
     seeds = iter(seeds)
     while chunk := list(islice(seeds, 4 * job)):
         for world in sorted({world_of(seed) for seed in chunk}):
@@ -84,7 +82,7 @@ def hunt(
 def _job(
     pool: RankPool, world: int, cases: Sequence[int | Case], *, run: Run, timeout_s: float
 ) -> tuple[list[dict[str, object]], Failure | None]:
-    """What is said of the cases that passed, and the first that did not."""
+    """Run cases in one job; return the log lines of those that passed, and the first failure."""
     with tempfile.NamedTemporaryFile(prefix="fullshard-fuzz-") as log:
         failure = None
         try:
@@ -94,7 +92,7 @@ def _job(
         done = [loads(line) for line in Path(log.name).read_text().splitlines()]
     if failure is None:
         return done, None
-    if len(done) == len(cases):  # it is the barrier after the job that failed
+    if len(done) == len(cases):  # the barrier after the last case failed
         done = done[:-1]
     last = cases[len(done)]
     seed = last if isinstance(last, int) else last.seed
@@ -102,12 +100,12 @@ def _job(
 
 
 def run_case(pool: RankPool, case: Case, *, timeout_s: float = 60.0) -> Failure | None:
-    """Run one; None if it passes."""
+    """Run one case; return None if it passes."""
     return _job(pool, case.world, [case], run=run_cases, timeout_s=timeout_s)[1]
 
 
 def _kind_of(text: str) -> str:
-    """The first thing that a rank said, or that all are stuck."""
+    """Return the first error of a rank, or the place of a hang."""
     said = re.search(r"^\S*CaseFailed: seed \d+, step -?\d+ (.*)$", text, re.MULTILINE)
     if said:
         return said[1]
@@ -120,7 +118,7 @@ def _kind_of(text: str) -> str:
 def shrunk(
     pool: RankPool, failure: Failure, *, run: Run = run_cases, timeout_s: float = 20.0
 ) -> tuple[Case, str]:
-    """The smallest case found that fails in the same way, and what ranks say then."""
+    """Return the smallest case found that fails in the same way, and its failure text."""
     said = {"text": failure.text}
 
     def fails_alike(case: Case) -> bool:
@@ -135,6 +133,6 @@ def shrunk(
 
 
 def _cause(kind: str) -> str:
-    """What happened, whichever step it was and whichever parameter."""
+    """Return the kind of an error without the step and the parameter."""
     what = kind.partition(": ")[2] or kind
     return re.sub(r"\b(gradient|parameter|exp\w*|of|output|lent)\b.*", "", what)

@@ -1,4 +1,4 @@
-"""The modules that cases are made of: small, of odd sizes, with everything that models do."""
+"""The modules of random models: small, of odd sizes, with many features of real models."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ VOCAB = 5
 
 
 class Planned(Exception):
-    """What a program raises in the middle of a forward, a backward or a ``with`` block."""
+    """An injected exception in a forward, a backward or a ``with`` block."""
 
 
 @dataclass
 class Record:
-    """Input and output of some modules."""
+    """The dataclass that some modules take and return."""
 
     x: Tensor
     ids: Tensor
@@ -37,7 +37,7 @@ class _FailsInBackward(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """One node. What it is asked for by a program stands in plain attributes."""
+    """The module of a node. Programs change its plain attributes ``times`` and ``fails``."""
 
     def __init__(self, number: int, node: Node, width: int, children: list[nn.Module]) -> None:
         super().__init__()
@@ -59,11 +59,11 @@ class Block(nn.Module):
         self.down = nn.Linear(size, width, bias=False)
 
     def _make_norm(self, width: int, size: int) -> None:
-        # A large eps, here and in optimizers, makes no more of rounding.
+        # A large eps, as in the optimizers, keeps rounding differences small.
         self.norm = nn.LayerNorm(width, eps=0.1, bias=self.node.bias)
 
     def _make_gain(self, width: int, size: int) -> None:
-        """Parameters only, on the block itself."""
+        """Make parameters on the block itself, without a submodule."""
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.ones(1))
 
@@ -82,7 +82,7 @@ class Block(nn.Module):
         self.last = nn.Parameter(torch.zeros(0))
 
     def _make_unused(self, width: int, size: int) -> None:
-        """One parameter is used, one is not."""
+        """Make a parameter that forward uses, and one that it does not use."""
         self.weight = nn.Parameter(torch.ones(width))
         self.spare = nn.Parameter(torch.ones(size, 2))
 
@@ -130,7 +130,7 @@ class Block(nn.Module):
 
 
 def invoke(child: Any, x: Tensor, ids: Tensor) -> Tensor:
-    """Call a block, or a wrapper of one, as often and in the way that it wants."""
+    """Call a block or its wrapper, with the repetitions, format and checkpoints of its node."""
 
     def run(x: Tensor, ids: Tensor) -> Tensor:
         io = child.node.io
@@ -173,7 +173,7 @@ def _unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Te
 
 
 def build(model: Model, *, seed: int) -> Block:
-    """The unsharded model, in fp64, with values that depend on nothing but ``seed``."""
+    """Return the unsharded model in fp64, with values that depend on ``seed`` alone."""
     blocks: list[Block] = []
     for number, node in enumerate(model.nodes):
         children: list[nn.Module] = [blocks[child] for child in node.children]
@@ -190,5 +190,5 @@ def build(model: Model, *, seed: int) -> Block:
 
 
 def blocks_of(model: nn.Module) -> dict[int, Block]:
-    """The blocks in ``model`` by number, without wrappers around them."""
+    """Return the blocks in ``model`` by number, without their wrappers."""
     return {one.number: one for one in model.modules() if isinstance(one, Block)}

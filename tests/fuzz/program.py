@@ -1,4 +1,4 @@
-"""Programs drawn at random: mostly training, and anything in between."""
+"""Random programs: mostly training steps, with other operations in between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fuzz.draw import below, sharding_of
 
 
 def draw_program(draw: Random, model: Model, sharding: Sharding, world: int) -> tuple[Step, ...]:
-    """Phases of training, each with things that happen around it."""
+    """Draw one to four phases of training."""
     writer = _Writer(draw, model, sharding, world)
     steps: list[Step] = []
     for _ in range(draw.randint(1, 4)):
@@ -19,7 +19,7 @@ def draw_program(draw: Random, model: Model, sharding: Sharding, world: int) -> 
 
 
 class _Writer:
-    """Writes phases of a program: mostly training, and anything in between."""
+    """Draws the steps of a program."""
 
     def __init__(self, draw: Random, model: Model, sharding: Sharding, world: int) -> None:
         self.draw, self.model, self.sharding, self.world = draw, model, sharding, world
@@ -28,10 +28,10 @@ class _Writer:
         self.between = [name for name in dir(self) if name.startswith("any_")]
         if sharding.face == "modules":
             self.between += [name for name in dir(self) if name.startswith("modules_")]
-            self.between += ["modules_call"] * 4  # it has many ways
+            self.between += ["modules_call"] * 4  # more often, as it draws one of many methods
 
     def phase(self) -> list[Step]:
-        """A training step, with things that happen around it."""
+        """Draw backwards, clipping, and an optimizer step, with other operations in between."""
         steps = self._some()
         for _ in range(self.draw.choice((1, 1, 1, 2, 3))):
             steps += [self.train(), *self._some()]
@@ -50,19 +50,19 @@ class _Writer:
         return [getattr(self, self.draw.choice(self.between))()]
 
     def chance(self, share: float) -> bool:
-        """Whether it is so this time."""
+        """Return True with probability ``share``."""
         return self.draw.random() < share
 
     def some_of(self, **shares: tuple[float, Any]) -> dict[str, Any]:
-        """Options, each of which is given in a share of all cases, by share and value."""
+        """Return each option with the probability that stands before its value."""
         return {name: value for name, (share, value) in shares.items() if self.chance(share)}
 
     def node(self) -> int:
-        """Any node of the model."""
+        """Draw a node of the model."""
         return self.draw.choice(self.nodes)
 
     def unit(self) -> int:
-        """A node that was given to ``fully_shard``."""
+        """Draw a node that was passed to ``fully_shard``."""
         return self.draw.choice(self.draw.choice(self.sharding.units).nodes)
 
     def train(self) -> Step:
@@ -121,7 +121,7 @@ class _Writer:
         return step("copy")
 
     def any_save(self) -> Step:
-        """A round trip through state dicts into a fresh model, perhaps sharded otherwise."""
+        """Load a new model, perhaps with another sharding, through state dicts."""
         options: dict[str, Any] = {"full": self.chance(0.5), "optimizer": self.chance(0.7)}
         if self.chance(0.5):
             face = self.sharding.face
@@ -133,7 +133,7 @@ class _Writer:
         return step("save", **options)
 
     def any_store(self) -> Step:
-        """A checkpoint on disk, at times with replicas that differ."""
+        """Load a new model from a checkpoint on disk, in some cases with differing replicas."""
         face, other = self.sharding.face, None
         if self.chance(0.5):
             other = sharding_of(self.draw, self.model, self.world, face)
@@ -176,7 +176,7 @@ class _Writer:
         return step("drop", node=self.unit())
 
     def modules_call(self) -> Step:
-        """One of the methods that change how units behave."""
+        """Call one of the methods that change the behaviour of units."""
         draw = self.draw
         flag = draw.random() < 0.5
         method, args, recurses = draw.choice(

@@ -1,4 +1,4 @@
-"""The unsharded model of a case, trained on the batches of all ranks."""
+"""The unsharded model of a case, trained on the batches of all ranks together."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from tests.fuzz.modules import VOCAB, Block, Planned, blocks_of, build, invoke
 from tests.fuzz.sharding import make_optimizer
 
 ROWS = 2
-"""Of each rank's batch."""
+"""Number of rows in each rank's batch."""
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Input, token ids and what the output is weighed with."""
+"""Input, token ids, and the weights of the outputs in the loss."""
 
 
 def batch_of(case: Case, number: int) -> Batch:
-    """Of all ranks."""
+    """Return the batches of all ranks as one."""
     generator = torch.Generator().manual_seed(7919 * case.seed + number)
     shape = (ROWS * case.world, case.model.width)
     x = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
     ids = torch.randint(0, VOCAB, shape[:1], generator=generator)
     weights = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
     if any(node.checkpoint == "reentrant" for node in case.model.nodes):
-        x.requires_grad_()  # without that a reentrant checkpoint warns and gives no gradients
+        x.requires_grad_()  # a reentrant checkpoint gives no gradients otherwise
     return x, ids, weights
 
 
 def loss_of(output: Tensor, weights: Tensor) -> Tensor:
-    """The mean over rows, so that ranks' means have the whole batch's as their mean."""
+    """Return a mean over rows, so that the mean over ranks is that of the whole batch."""
     return (torch.tanh(output) * weights).sum(1).mean()
 
 
@@ -47,32 +47,32 @@ def forward_of(model: nn.Module, batches: list[Batch]) -> tuple[list[Tensor], Te
 
 
 def backward_of(total: Tensor, backwards: int) -> None:
-    """Run backward so many times; never if everything is frozen."""
+    """Run backward ``backwards`` times, unless everything is frozen."""
     for number in range(backwards if total.requires_grad else 0):
         total.backward(retain_graph=number + 1 < backwards)
 
 
 class Reference:
-    """What the sharded model has to be like."""
+    """The unsharded model, its optimizer, and the gradients that the sharded model must have."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.model = build(case.model, seed=case.seed)
         self.optimizer = self.new_optimizer()
         self.pending: dict[nn.Parameter, Tensor] = {}
-        """Gradients that no backward has reduced yet."""
+        """Gradients that wait for a later backward to reduce them."""
         self.owner: dict[nn.Parameter, int] = {}
-        """The unit of each parameter."""
+        """The number of the unit that owns each parameter."""
         self.sync: list[bool] = []
         self.all_reduce: list[bool] = []
         self.sharded_as(case.sharding)
 
     def new_optimizer(self) -> torch.optim.Optimizer:
-        """One without state, and without the learning rates that a program set."""
+        """Return an optimizer without state, with the learning rates of the case."""
         return make_optimizer(self.model.named_parameters(), self.case.optimizer, plain=True)
 
     def sharded_as(self, sharding: Sharding) -> None:
-        """Another model takes the place of the sharded one, with its units as they are made."""
+        """Adopt the units of a new sharded model, and forget all gradients."""
         owners, blocks = owners_of(self.case.model, sharding.units), blocks_of(self.model)
         self.owner = {}
         for unit in range(len(sharding.units)):
@@ -88,7 +88,7 @@ class Reference:
         self.forget_gradients()
 
     def train(self, batches: list[Batch], *, backwards: int) -> list[Tensor]:
-        """Forwards, then one or more backwards of the sum of their losses; the outputs."""
+        """Run forwards, then backward of the sum of their losses; return the outputs."""
         outputs, total = forward_of(self.model, batches)
         with self.aside() if total.requires_grad else nullcontext():
             backward_of(total, backwards)
@@ -96,7 +96,7 @@ class Reference:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Gradients that come in the meantime are reduced, or not, unit by unit; or nothing."""
+        """Add gradients of the block to ``grad`` or ``pending``; if a module raises, drop them."""
         params = list(self.model.parameters())
         before = [param.grad for param in params]
         for param in params:
@@ -125,23 +125,23 @@ class Reference:
             self.pending[param] = total
 
     def _fill(self) -> None:
-        """A flat parameter has a gradient, or has none."""
+        """Fill missing gradients with zeros where the flat parameter has a gradient."""
         have = {self.owner[p] for p in self.owner if p.grad is not None}
         for param, unit in self.owner.items():
             if unit in have and param.grad is None and param.requires_grad:
                 param.grad = torch.zeros_like(param)
 
     def forget_gradients(self) -> None:
-        """No gradients, and none that wait."""
+        """Drop all gradients, including those that wait."""
         self.pending.clear()
         self.model.zero_grad()
 
     def blocks(self) -> dict[int, Block]:
-        """By number."""
+        """Return the blocks by number."""
         return blocks_of(self.model)
 
     def state(self) -> dict[str, Any]:
-        """A state dict of its own."""
+        """Return a copy of the state dict."""
         return copy.deepcopy(self.model.state_dict())
 
 

@@ -1,4 +1,4 @@
-"""What every rank does: run cases one after the other, and say which."""
+"""The function that every rank runs: cases one after the other."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tests.fuzz.twins import Twins
 
 
 class CaseFailed(Exception):
-    """The message tells the seed and the step, the cause is what happened."""
+    """A failed case; the message has its seed and step, and ``__cause__`` the error."""
 
 
 def run_cases(cases: Sequence[int | Case], log: str) -> int:
-    """Run seeds, or cases as they are; rank 0 writes a line to ``log`` after each.
+    """Run seeds or given cases; rank 0 writes a line to ``log`` after each.
 
-    The first that fails ends the job, because what it leaves behind is good for nothing.
+    The first failure ends the job, because the failed case may leave state that disturbs later
+    cases.
     """
     forget_meshes()
     try:
@@ -41,7 +42,7 @@ def run_cases(cases: Sequence[int | Case], log: str) -> int:
 
 
 def perform(case: Case) -> list[str]:
-    """Run one case; returns the refusals, by kind, the same on all ranks."""
+    """Run one case; return the kinds of its refusals, which are equal on all ranks."""
     refusals: list[str] = []
     number, step = -1, "(sharding)"
     try:
@@ -65,7 +66,7 @@ def perform(case: Case) -> list[str]:
 
 
 def _agreed(refusals: list[str]) -> list[str]:
-    """Refusals are the same everywhere; a rank that has none does not get here, and is missed."""
+    """Check that all ranks refused the same; a rank without refusals makes this call time out."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, refusals)
     if any(one != refusals for one in everywhere):
@@ -74,7 +75,7 @@ def _agreed(refusals: list[str]) -> list[str]:
 
 
 def kind_of(error: BaseException) -> str:
-    """Its class and message, without numbers and names."""
+    """Return the class and message of an error, without numbers and names."""
     text = str(error).splitlines()[0] if str(error) else ""
     text = re.sub(
         r"(\w+(\.\w+)+|(?<=parameter )\S+|'[^']*'|\d[\d.e+-]*|\[.*?\]|\(.*?\))", "#", text

@@ -1,4 +1,4 @@
-"""A model as a ``Sharding`` says, and an optimizer as a case says."""
+"""Shards a model as its ``Sharding`` says, and makes its optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
 
 def forget_meshes() -> None:
-    """Those of a process group that ends with the job."""
+    """Drop the cached meshes, whose process groups end with the job."""
     _meshes.clear()
 
 
@@ -44,7 +44,7 @@ def _mesh(shape: tuple[int, ...]) -> DeviceMesh | None:
 
 
 def shard(model: Block, sharding: Sharding) -> nn.Module:
-    """The model with its units made; a wrapper of it on the flat face."""
+    """Shard a model; return the model, or the wrapper around it."""
     if sharding.face == "modules":
         return _fully_sharded(model, sharding)
     return _wrapped(model, sharding)
@@ -101,7 +101,7 @@ def _wrapped(model: Block, sharding: Sharding) -> nn.Module:
 def make_optimizer(
     params: Iterable[tuple[str, nn.Parameter]], chosen: tuple[str, dict[str, Any]], *, plain: bool
 ) -> torch.optim.Optimizer:
-    """The optimizer of a case; ``plain`` is what the reference has."""
+    """Return the optimizer of a case; ``plain``: never a ``ShardedOptimizer``."""
     name, options = chosen[0], dict(chosen[1])
     groups: list[dict[str, Any]] = [{"params": [p for _, p in params]}]
     if options.pop("split", False):

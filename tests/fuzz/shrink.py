@@ -1,4 +1,4 @@
-"""Smaller cases that might fail as a case does."""
+"""Reduces a failing case to a smaller one that fails in the same way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fuzz.case import Case, Node, Sharding, Step, Unit
 
 
 def shrink(case: Case, fails_alike: Callable[[Case], bool], *, tries: int = 200) -> Case:
-    """The smallest that is found by taking away one thing after the other."""
+    """Return the smallest failing case, found by removing one thing after the other."""
     seen = {str(case)}
     found = True
     while found and tries > 0:
@@ -29,7 +29,7 @@ def shrink(case: Case, fails_alike: Callable[[Case], bool], *, tries: int = 200)
 
 
 def smaller(case: Case) -> Iterator[Case]:
-    """Cases with less in them, what takes away most first."""
+    """Yield cases with less in them, those with the largest reduction first."""
     yield from _fewer_steps(case)
     if case.world > 1:
         for world in range(1, case.world):
@@ -93,7 +93,7 @@ def _simpler_units(case: Case) -> Iterator[Case]:
 
 
 def _without_node(case: Case, gone: int) -> Case:
-    """The children of the node go to its parents."""
+    """Remove a node; its children become children of its parents."""
 
     def renumbered(number: int) -> int:
         return number - (number > gone)

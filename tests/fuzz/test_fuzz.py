@@ -1,4 +1,4 @@
-"""Minutes of the fuzzer, always on the same cases; ``python -m tests.fuzz`` is for hours."""
+"""A short run of the fuzzer on fixed cases; ``python -m tests.fuzz`` runs for hours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks.pool import RankPool
 
 SEEDS = range(30)
 WITHIN = 40
-"""Cases in which a planted defect is found, of those that have what shows it."""
+"""Number of fitting cases within which a planted defect must be found."""
 
 
 def test_random_programs_do_as_the_unsharded_model(pool: RankPool) -> None:
@@ -45,7 +45,7 @@ def fingerprint(seeds: range) -> int:
 
 
 def test_a_seed_is_the_same_case_everywhere(pool: RankPool) -> None:
-    """Processes of the pool have hash seeds of their own."""
+    """Processes of the pool differ in their hash seeds."""
     seeds = range(300)
     assert pool.run(2, fingerprint, seeds, process_group=False) == [fingerprint(seeds)] * 2
 
@@ -56,7 +56,7 @@ def test_a_printed_case_can_be_read() -> None:
 
 
 def test_a_case_is_shrunk_to_what_fails() -> None:
-    """Here a step on an embedding fails, whatever is around them."""
+    """The made-up failure needs an embedding and a clipping step, and nothing else."""
 
     def fails(case: Case) -> bool:
         kinds = [node.kind for node in case.model.nodes]
@@ -67,5 +67,5 @@ def test_a_case_is_shrunk_to_what_fails() -> None:
     for case in failing[:20]:
         small = shrink(case, fails, tries=2000)
         assert [one.op for one in small.steps] == [step("clip").op]
-        assert len(small.model.nodes) <= 2  # the root may be something else
+        assert len(small.model.nodes) <= 2  # the root may be another module
         assert small.world == 1

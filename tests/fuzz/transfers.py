@@ -1,4 +1,4 @@
-"""What steps do to parameters and state dicts of both models."""
+"""Changes of parameters, and transfers of state between models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pair = tuple[nn.Module, torch.optim.Optimizer]
 def compare_and_change(
     name: str, param: nn.Parameter, expected: nn.Parameter, with_grads: bool
 ) -> None:
-    """Compare what is lent, then change it."""
+    """Compare a parameter in ``unshard_params`` with the reference, then change it."""
     compare_tensors(f"lent {name}", param, expected)
     if with_grads:
         compare_tensors(f"lent gradient of {name}", param.grad, expected.grad)
@@ -30,14 +30,14 @@ def compare_and_change(
 
 @torch.no_grad()
 def change(param: nn.Parameter, with_grads: bool) -> None:
-    """Change the values, and perhaps the gradient, in place."""
+    """Change a parameter in place, and its gradient too if ``with_grads``."""
     param.mul_(-0.8)
     if with_grads and param.grad is not None:
         param.grad.mul_(0.5)
 
 
 def through_full(old: Pair, new: Pair, *, optimizer: bool, cpu: bool, broadcast: bool) -> None:
-    """Whole tensors."""
+    """Transfer the state through full state dicts."""
     how: dict[str, Any] = {"rank0_only": broadcast, "cpu": cpu}
     state = checkpoint.full_state_dict(old[0], **how)
     checkpoint.load_full_state_dict(new[0], state, broadcast_from_rank0=broadcast)
@@ -47,7 +47,7 @@ def through_full(old: Pair, new: Pair, *, optimizer: bool, cpu: bool, broadcast:
 
 
 def through_sharded(old: Pair, new: Pair, *, optimizer: bool) -> None:
-    """What each rank holds."""
+    """Transfer the state through sharded state dicts."""
     checkpoint.load_sharded_state_dict(new[0], checkpoint.sharded_state_dict(old[0]))
     if optimizer:
         state = checkpoint.sharded_optim_state_dict(*old)
@@ -55,14 +55,14 @@ def through_sharded(old: Pair, new: Pair, *, optimizer: bool) -> None:
 
 
 def through_files(old: Pair, new: Pair, *, mode: str, differing: str, optimizer: bool) -> bool:
-    """Save with a plain module beside, and load; False if the save was refused, as it should be.
+    """Save a model with a plain module, and load both; return False if the save was refused.
 
     Args:
-        old: what is saved.
-        new: what it is loaded into.
+        old: the model and optimizer to save.
+        new: the model and optimizer to load into.
         mode: of the save.
-        differing: the tensor of the plain module that the last rank has otherwise, or "".
-        optimizer: also the optimizer's state.
+        differing: the tensor of the plain module that differs on the last rank, or "".
+        optimizer: whether the optimizer's state is saved too.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     beside, loaded = _Plain(1.0), _Plain(0.0)
@@ -99,7 +99,7 @@ def through_files(old: Pair, new: Pair, *, mode: str, differing: str, optimizer:
 
 
 class _Plain(nn.Module):
-    """A module that nobody shards; its buffer may differ by rank, its parameters may not."""
+    """An unsharded module; its buffer may differ by rank, its parameters may not."""
 
     def __init__(self, value: float) -> None:
         super().__init__()

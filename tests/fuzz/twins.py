@@ -1,7 +1,7 @@
-"""A program on the sharded model and its reference: each step does the same to both.
+"""A sharded model and its reference: each step does the same to both.
 
-The sharded model goes first. So a refusal, an error of ours that comes before anything is changed,
-leaves both as they were, and the program goes on.
+The sharded model goes first. So a refusal (a ``FullshardError`` before any change) leaves both as
+they were, and the program continues.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ Spot = tuple[int, str]
 
 
 class Tie(NamedTuple):
-    """A change of two places of parameters, made while a program runs."""
+    """A tie or exchange of two parameters while a program runs."""
 
     first: Spot
     second: Spot
     exchange: bool
 
     def apply_to(self, blocks: Mapping[int, nn.Module]) -> None:
-        """Put the first parameter in the place of the second, and perhaps the second in its."""
+        """Assign the first parameter to the place of the second, and for an exchange vice versa."""
         places = [_place(blocks[number], name) for number, name in (self.first, self.second)]
         one, other = (getattr(module, name) for module, name in places)
         setattr(*places[1], one)
@@ -100,13 +100,13 @@ class Twins:
         return make_optimizer(model.named_parameters(), self.case.optimizer, plain=False)
 
     def check(self) -> None:
-        """Both are alike."""
+        """Raise if the sharded model differs from the reference."""
         compare_all(self.model, self.optimizer, self.reference)
 
-    # training
+    # Training.
 
     def _own(self, batch: Batch) -> Batch:
-        """This rank's rows."""
+        """Return this rank's rows of a batch."""
         rows = slice(ROWS * dist.get_rank(), ROWS * (dist.get_rank() + 1))
         x, ids, weights = (part[rows].detach().clone() for part in batch)
         return x.requires_grad_(batch[0].requires_grad), ids, weights
@@ -124,9 +124,10 @@ class Twins:
         forwards: int = 1,
         backwards: int = 1,
     ) -> None:
-        """Forwards and one or two backwards of the sum of their losses.
+        """Run forwards, and one or two backwards of the sum of their losses.
 
-        Without ``sync`` gradients wait as they are, with ``partial`` reduced over the shards alone.
+        Without ``sync``, gradients wait unreduced. With ``partial``, they wait after the reduction
+        over shards.
         """
         if not last:
             with self._not_the_last():
@@ -150,7 +151,7 @@ class Twins:
 
     @contextmanager
     def _waiting(self, *, sync: bool, all_reduce: bool) -> Iterator[None]:
-        """Gradients wait for a later backward, unless both are true."""
+        """Let gradients of the block wait for a later backward, unless both flags are true."""
         if sync and all_reduce:
             yield
             return
@@ -172,7 +173,7 @@ class Twins:
 
     @contextmanager
     def _not_the_last(self) -> Iterator[None]:
-        """Gradients are looked at after a backward that is the last one only."""
+        """Declare the backwards of the block as not the last of the step."""
         if self.sharding.face != "modules":
             yield
             return
@@ -183,7 +184,7 @@ class Twins:
             self.model.set_is_last_backward(True)
 
     def fail(self, node: int, where: str, batch: int, reset: bool = False) -> None:
-        """A forward or backward in which a module raises, on all ranks; then everything is new."""
+        """Raise in a module's forward or backward on all ranks; then drop all gradients."""
         blocks = (self.blocks[node], self.reference.blocks()[node])
         for block in blocks:
             block.fails = where
@@ -216,40 +217,40 @@ class Twins:
         return False
 
     def optimize(self) -> None:
-        """A step of the optimizer."""
+        """Run a step of both optimizers."""
         self.optimizer.step()
         self.reference.optimizer.step()
 
     def zero(self, by_module: bool = False, to_none: bool = True) -> None:
-        """No gradients, or zeros."""
+        """Set gradients to None or zeros."""
         if by_module:
             self.model.zero_grad(to_none)
-            if self.sharding.face != "modules":  # its own zero_grad drops these as well
+            if self.sharding.face != "modules":  # the wrapper's zero_grad drops waiting gradients
                 self.reference.pending.clear()
         else:
             self.optimizer.zero_grad(to_none)
         self.reference.optimizer.zero_grad(to_none)
 
     def clip(self, max_norm: float, norm_type: float) -> None:
-        """Gradients of at most this norm."""
+        """Clip gradients, and compare their norms."""
         if isinstance(self.model, FullyShardedDataParallel):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "clip_grad_norm_.*no parameter has a gradient")
                 norm = self.model.clip_grad_norm_(max_norm, norm_type)
         else:
             norm = clip_grad_norm_(self.shards, max_norm, norm_type)
-        params = [p for p in self.reference.model.parameters() if p.numel()]  # PyTorch fails at inf
+        params = [p for p in self.reference.model.parameters() if p.numel()]  # inf needs elements
         expected = nn.utils.clip_grad_norm_(params, max_norm, norm_type)
         compare_tensors("norm", norm.double(), expected.double())
 
     def rate(self, factor: float) -> None:
-        """Other learning rates."""
+        """Multiply the learning rates."""
         for optimizer in (self.optimizer, self.reference.optimizer):
             for group in optimizer.param_groups:
                 group["lr"] *= factor
 
     def evaluate(self, batch: int, mode: str) -> None:
-        """A forward without a backward."""
+        """Run a forward without a backward, and compare the outputs."""
         whole = batch_of(self.case, 10 * batch)
         modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": nullcontext}
         with modes[mode]():
@@ -260,36 +261,38 @@ class Twins:
         self._compare_rows("output", have, expected)
 
     def mode(self, training: bool) -> None:
-        """``train()`` or ``eval()``."""
+        """Call ``train()`` or ``eval()``."""
         self.model.train(training)
         self.reference.model.train(training)
 
     def times(self, node: int, times: int) -> None:
-        """A module is called another number of times from now on; not the root."""
+        """Change the number of consecutive calls of a module other than the root."""
         if node + 1 < len(self.case.model.nodes):
             self.blocks[node].times = self.reference.blocks()[node].times = times
 
-    # parameters
+    # Parameters.
 
     @torch.no_grad()
     def edit(self, factor: float) -> None:
-        """Change shards in place."""
+        """Multiply the shards in place."""
         for param in (*self.shards, *self.reference.model.parameters()):
             param.mul_(factor)
 
     def freeze(self, node: int, value: bool) -> None:
-        """Freeze or unfreeze a module; what is in a flat parameter is so together.
+        """Freeze or unfreeze a module, except in a flat parameter, whose parts share one flag.
 
-        Not while gradients wait, which a parameter loses that is frozen when they are reduced.
+        Nothing is done while gradients wait: a parameter that is frozen when they are reduced loses
+        its gradient.
         """
         if self.sharding.face != "flat" and not self.reference.pending:
             self.blocks[node].requires_grad_(value)
             self.reference.blocks()[node].requires_grad_(value)
 
     def move(self, way: str) -> None:
-        """Cast everything to single precision and back, not while gradients wait.
+        """Cast everything to single precision and back, unless gradients wait.
 
-        Parts are cast one by one only while sharded parameters are shown; else they are refused.
+        Parts are cast one by one only while all units show sharded parameters; otherwise the cast
+        of a part would be refused.
         """
         if self.reference.pending:
             return
@@ -311,7 +314,7 @@ class Twins:
                         module._apply(partial(_cast, dtype=dtype), recurse=False)
 
     def break_state(self, node: int, load: bool) -> None:
-        """A state dict, or a load of what is there, in which a hook raises on all ranks."""
+        """Take or load a state dict in which a hook raises on all ranks."""
 
         def fail(*_: Any) -> None:
             raise Planned("in a state dict")
@@ -329,7 +332,7 @@ class Twins:
             hook.remove()
 
     def tie(self, pair: int, exchange: bool) -> None:
-        """Tie or exchange two parameters of one unit; optimizers begin with no state."""
+        """Tie or exchange two parameters of one unit; make optimizers without state."""
         pairs = [] if self.sharding.face == "flat" else list(self._pairs())
         if not pairs or self.reference.pending:
             return
@@ -344,7 +347,7 @@ class Twins:
         self.reference.optimizer = self.reference.new_optimizer()
 
     def _pairs(self) -> Iterator[tuple[Spot, Spot]]:
-        """Places of different parameters of one unit that have one shape."""
+        """Yield the places of different parameters that share a unit and a shape."""
         owner = self.reference.owner
         spots = [
             (number, name, param)
@@ -359,7 +362,10 @@ class Twins:
                     yield (one, first), (other, second)
 
     def lend(self, node: int, recurse: bool = True, fails: bool = False, **options: Any) -> None:
-        """Change whole parameters, and gradients; perhaps ended by an exception."""
+        """Change full parameters in ``unshard_params``, and gradients too if ``with_grads``.
+
+        With ``fails``, an exception ends the block.
+        """
         if not recurse and not any(node in unit.nodes for unit in self.sharding.units):
             node = len(self.case.model.nodes) - 1
         with_grads = options.get("with_grads", False)
@@ -380,7 +386,7 @@ class Twins:
                 change(param, with_grads)
 
     def _module(self, node: int) -> nn.Module:
-        """The block, or the wrapper around it."""
+        """Return the block, or the wrapper around it."""
         block = self.blocks[node]
         if self.sharding.face != "modules":
             for module in FullyShardedDataParallel.fsdp_modules(self.model):
@@ -389,25 +395,25 @@ class Twins:
         return block
 
     def _lent(self, node: int, *, recurse: bool) -> dict[str, nn.Parameter]:
-        """The reference's parameters in the block of which whole ones are shown."""
+        """Return the reference's parameters that ``unshard_params`` shows in full."""
         owner = self.reference.owner
         units = {n for n, unit in enumerate(self.sharding.units) if recurse or node in unit.nodes}
         params = self.reference.blocks()[node].named_parameters()
         return {name: param for name, param in params if owner[param] in units}
 
     def values(self, rank0_only: bool) -> None:
-        """Compare them, one by one."""
+        """Compare the parameters one by one."""
         compare_values(self.model, self.reference, rank0_only=rank0_only)
 
     def compare(self) -> None:
-        """Compare everything."""
+        """Compare everything, state dicts included."""
         self.check()
         compare_states(self.model, self.reference.state(), rank0_only=False)
 
-    # state dicts and copies
+    # State dicts and copies.
 
     def load(self, factor: float, broadcast: bool) -> None:
-        """Load other values."""
+        """Load changed values into both models."""
         state = {
             name: value * factor if value.is_floating_point() else value
             for name, value in self.reference.state().items()
@@ -417,7 +423,7 @@ class Twins:
         self.reference.model.load_state_dict(state)
 
     def copy(self) -> None:
-        """Go on with copies of both; gradients are not copied."""
+        """Continue with deep copies of both, without gradients."""
         self._begin_with(*copy.deepcopy((self.model, self.optimizer)))
         self.reference.forget_gradients()
 
@@ -429,7 +435,7 @@ class Twins:
         cpu: bool = True,
         broadcast: bool = False,
     ) -> None:
-        """Go on with a fresh model that state dicts are loaded into."""
+        """Continue with a new model that is loaded from state dicts."""
         sharding = other or self.sharding
         old, new = (self.model, self.optimizer), self._fresh(sharding)
         if full:
@@ -439,9 +445,9 @@ class Twins:
         self._go_on_with(new, sharding, optimizer=optimizer)
 
     def store(self, mode: str, differing: str, optimizer: bool, other: Sharding | None) -> None:
-        """Save the model beside a plain module; go on with a fresh model that loads both.
+        """Save the model with a plain module; continue with a new model that loads both.
 
-        Where the plain module differs by rank in a parameter, the save must be refused by name.
+        If a parameter of the plain module differs by rank, the save must be refused, and name it.
         """
         sharding = other or self.sharding
         old, new = (self.model, self.optimizer), self._fresh(sharding)
@@ -466,37 +472,37 @@ class Twins:
         self.sharding = sharding
         self._begin_with(*new)
         reference.sharded_as(sharding)
-        if optimizer:  # loading casts scalars of a state to their parameter's dtype
+        if optimizer:  # loading casts scalars of the state to the parameter's dtype
             reference.optimizer.load_state_dict(copy.deepcopy(reference.optimizer.state_dict()))
         else:
             reference.optimizer = reference.new_optimizer()
 
-    # units
+    # Units.
 
     def unshard(self, node: int, later: bool) -> None:
-        """Gather a unit by hand."""
+        """Unshard a unit explicitly."""
         handle = self._unit(node).unshard(async_op=later)
         if handle is not None:
             self.handles.append(handle)
 
     def wait(self) -> None:
-        """For what ``unshard`` started."""
+        """Wait for the gathers that ``unshard`` started."""
         with ExitStack() as stack:
             for handle in self.handles:
                 stack.callback(handle.wait)
         self.handles.clear()
 
     def reshard(self, node: int) -> None:
-        """Free a unit by hand."""
+        """Reshard a unit explicitly."""
         self._unit(node).reshard()
 
     def reset(self, node: int) -> None:
-        """Give up whatever is under way, in the whole tree."""
+        """Abandon the current step in the whole tree."""
         self._unit(node).reset_iter_state()
         self.reference.pending.clear()
 
     def drop(self, node: int) -> None:
-        """Drop gradients that wait, in and below a unit."""
+        """Drop the waiting gradients of a unit and of the units below it."""
         self._unit(node).clear_pending_gradients()
         units = self._units(node, recurse=True)
         pending = self.reference.pending
@@ -504,7 +510,7 @@ class Twins:
             del pending[param]
 
     def call(self, method: str, args: tuple[Any, ...], node: int, recurse: bool = True) -> None:
-        """Change how a unit behaves."""
+        """Call a method that changes the behaviour of a unit."""
         if "modules" in method:
             args = ([self._unit(number) for number in args[0]],)
         options = {} if recurse else {"recurse": False}
@@ -516,7 +522,7 @@ class Twins:
                 self.reference.all_reduce[unit] = args[0]
 
     def _unit(self, node: int) -> Any:
-        """The module, or, where a fresh model is sharded otherwise, the root."""
+        """Return the module of the node, or the root if the node is no unit in a new sharding."""
         if any(node in unit.nodes for unit in self.sharding.units):
             return self.blocks[node]
         return self.model

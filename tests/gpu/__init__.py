@@ -1,1 +1,1 @@
-"""What only a CUDA device can show; skipped, and saying so, without one."""
+"""Tests that need a CUDA device; without one they are skipped, and the report says so."""

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: the parts of ``bench.gpu`` that pass or fail."""
+"""Runs the parts of ``bench.gpu`` that pass or fail; they need a CUDA device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from bench import gpu
 
 MEASURED = {"kernels", "offload", "speed"}
-"""Parts that give figures and judge nothing."""
+"""Parts that only measure, and cannot fail."""
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("name", [name for name in gpu.PARTS if name not in MEASURED])
 def test_a_part_passes(name: str) -> None:
-    """In a process of its own: a fault in one leaves the device to the next."""
+    """Each part runs in a process of its own, so that a fault does not affect the next part."""
     command = [sys.executable, "-m", "bench", "gpu", name]
     limit_s = gpu.PARTS[name].limit_s + 60
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The commands of the package."""
+"""Runs the commands of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cheapest tests that enter every block that any test enters, and the list of the others."""
+"""Chooses the cheapest tests that enter every block, and lists the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def choose(options: argparse.Namespace) -> None:
 
 
 def _runs_always(one: Record) -> bool:
-    """Return whether blocks say nothing about the use of a test."""
+    """Return whether a test runs whatever blocks it enters."""
     return one.test.startswith(_ALWAYS) or one.failed or one.skipped or not one.blocks
 
 

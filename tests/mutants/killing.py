@@ -24,8 +24,8 @@ _TRIES = FOLDER / "tries.jsonl"
 _CHOSEN_S, _OTHERS_S = 120.0, 240.0
 """Time limits: the cheapest tests that enter the mutant's block run, up to this total."""
 
-_PATIENCE = 4.0  # tests that take so many times their recorded time, and a minute, hang
-_NONE = -1  # the number of no mutant
+_PATIENCE = 4.0  # multiple of its recorded time, plus a minute, after which a test hangs
+_NONE = -1  # a number that no mutant has
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class _Try:
 
     @property
     def adds_test(self) -> bool:
-        """Whether the test that killed the mutant was not chosen before."""
+        """True if the mutant was killed by a test that was not chosen before."""
         return self.verdict == "killed by other tests"
 
 
 def kill(options: argparse.Namespace) -> None:
     """Try mutants drawn at random. Choose other tests too if they kill what the chosen ones miss.
 
-    In the end, the tests that killed mutants run without any mutant. What a test killed that fails
-    there does not count.
+    In the end, the tests that killed mutants run without any mutant. A kill does not count if its
+    test fails there.
     """
     folder = make_copy("mutants")
     possible = rewrite_copy(folder).mutants
@@ -147,7 +147,7 @@ def _run(
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
             status = None
-        with suppress(ProcessLookupError):  # processes that tests have left
+        with suppress(ProcessLookupError):  # processes that tests left behind
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     lines = [line for line in out.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]

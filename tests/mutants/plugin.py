@@ -1,8 +1,8 @@
-"""A plugin of pytest that writes down, for each test, the blocks that it enters and its time.
+"""A plugin of pytest that records, for each test, the blocks that it enters and its time.
 
-Each worker of pytest has a file. All processes that it starts map this file, also ranks that are
-killed later. The plugin clears the file before a test and reads it after the test. Blocks that a
-shared fixture enters count for the first test that uses it.
+Each worker of pytest has a file. All processes that it starts map this file, including ranks that
+are killed later. The plugin clears the file before a test and reads it after the test. Blocks that
+a shared fixture enters count for the first test that uses it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         "seconds": time.perf_counter() - start,
         "failed": item.nodeid in _failed,
         "skipped": item.nodeid in _skipped,
-        # A copy, as ranks may still write to the memory.
+        # A copy, because ranks may still write to the memory.
         "blocks": np.flatnonzero(np.frombuffer(_entered[:], np.uint8)).tolist(),
     }
     with (FOLDER / f"{_WORKER}.jsonl").open("a") as file:

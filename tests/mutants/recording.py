@@ -47,7 +47,7 @@ def make_copy(name: str) -> Path:
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT, folder, ignore=_ignored)
-    (folder / ".venv").symlink_to(sys.prefix)  # for tests of commands of the Makefile
+    (folder / ".venv").symlink_to(sys.prefix)  # tests of Makefile commands need it
     return folder
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODULE = "fullshard_mutants"
-"""Name of the module that the copy imports; it lies beside the package."""
+"""Name of the module that the copy imports; the file is next to the package."""
 
 _SOURCE = """\
 import mmap
@@ -127,7 +127,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
         if any("jit" in ast.unparse(each) for each in node.decorator_list):
-            return node  # a compiler reads it
+            return node  # a compiler reads its source
         documented = [node.body.pop(0)] if ast.get_docstring(node, clean=False) else []
         node.body = [*documented, *self._entering(node.body)] if node.body else documented
         return node
