@@ -1,1 +1,1 @@
-"""No process group, done in seconds."""
+"""Tests that need no process group, and take seconds."""

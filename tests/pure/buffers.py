@@ -1,4 +1,4 @@
-"""Tensors that lie in one buffer, as those of a unit do, without a unit."""
+"""Tensors in one buffer, as in a unit, but without a unit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMELS = tuple(math.prod(shape) for shape in SHAPES)
 
 
 def neighbours(seed: int, starts: Sequence[int] = (0, 8, 12, 16)) -> list[Tensor]:
-    """Tensors of ``SHAPES`` in a buffer that lives as long as they do, with NaN between them."""
+    """Return tensors of ``SHAPES`` that share a buffer, with NaN between them."""
     flat = torch.full((24,), math.nan, dtype=torch.float64)
     parts = cut_flat(flat, zip(starts, SHAPES, strict=True))
     for number, part in enumerate(parts):
@@ -27,7 +27,7 @@ def neighbours(seed: int, starts: Sequence[int] = (0, 8, 12, 16)) -> list[Tensor
 
 
 def parameters(parts: Sequence[Tensor]) -> list[nn.Parameter]:
-    """Parameters over ``parts``."""
+    """Return parameters over ``parts``, which keep their tensors alive."""
     made = [nn.Parameter(part) for part in parts]
     for param, part in zip(made, parts, strict=True):
         param.part = part

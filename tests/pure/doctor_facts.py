@@ -18,7 +18,7 @@ def a_host(name: str = "one", **changes: Any) -> HostFacts:
 
 
 def a_rank(rank: int = 0, host: HostFacts | None = None, **changes: Any) -> Facts:
-    """A rank that is well: two threads, the cores of a machine of eight, no GPU."""
+    """Return facts of a healthy rank: two threads, eight cores, no GPU."""
     versions = {"python": "3.12.0", "torch": "2.13.0", "fullshard": "0.1.0", "cuda": "13.0"}
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
     variables |= {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
@@ -41,7 +41,7 @@ def two_hosts(**changes: Any) -> list[Facts]:
 
 
 def with_gpus(*uuids: str, backends: Sequence[str] = ("nccl", "gloo")) -> list[Facts]:
-    """Two ranks that see these GPUs."""
+    """Return facts of two ranks that see GPUs with these UUIDs."""
     gpus = tuple(map(a_gpu, uuids))
     host = a_host(num_nvidia=len(uuids), driver="570.10")
     return [a_rank(rank, host, gpus=gpus, backends=tuple(backends)) for rank in (0, 1)]

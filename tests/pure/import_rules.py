@@ -1,6 +1,6 @@
-"""The walls between the rooms: each rule a function from sources to a list of complaints.
+"""The import rules: each is a function from sources to a list of complaints.
 
-Sources are read with ``ast``, never imported; ``test_imports.py`` holds the package to the rules.
+Sources are parsed with ``ast``, never imported. ``test_imports.py`` checks the package.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "src" / "fullshard"
 
-# In import order: a module imports from its own room and from those before it.
+# In import order: a module imports only from its own room and from earlier ones.
 ROOMS = (
     "errors _version progress _torch layout schedule comm watch doctor device tensors engine optim"
     " wrap frontend checkpoint recover flat plan trace compat train cli"
 ).split()
 FACE = "fullshard"  # the package's own __init__, which may import every room
-PUBLIC_ONLY = {"train", "cli"}  # written like a user's program, so that users can read them
+PUBLIC_ONLY = {"train", "cli"}  # written like users' programs, as examples
 PUBLIC_MODULES = {
     "fullshard",
     *(
@@ -26,7 +26,7 @@ PUBLIC_MODULES = {
         for name in "optim checkpoint wrap compat errors plan progress trace doctor".split()
     ),
 }
-OPTIONAL = {  # the extras, and a module of Python 3.14
+OPTIONAL = {  # packages of the extras, and a module of Python 3.14
     *(
         "transformers",
         "jinja2",
@@ -38,7 +38,7 @@ OPTIONAL = {  # the extras, and a module of Python 3.14
     ),
     "compression",
 }
-SLOW = {"torch.distributed.checkpoint", "fullshard.checkpoint.dcp"}  # 0.1 s, for few programs
+SLOW = {"torch.distributed.checkpoint", "fullshard.checkpoint.dcp"}  # 0.1 s, rarely needed
 
 NEW_OR_DEPRECATED = set(
     "all_gather_into_tensor reduce_scatter_tensor all_gather_single reduce_scatter_single".split()
@@ -48,7 +48,7 @@ COLLECTIVES = NEW_OR_DEPRECATED | set(
     " broadcast broadcast_object_list gather irecv isend monitored_barrier recv reduce"
     " reduce_scatter scatter send".split()
 )
-# A name that only these files and folders, relative to the package, may use.
+# Names that only these files and folders may use; paths are relative to the package.
 SEAMS = {
     "register_forward_pre_hook": ("frontend/",),
     "register_forward_hook": ("frontend/",),
@@ -62,10 +62,10 @@ SEAMS = {
 } | dict.fromkeys(NEW_OR_DEPRECATED, ("_torch/",))
 
 
-# The same for names that say something only with their module.
+# The same for names that need their module to be recognized.
 DOTTED_SEAMS = {
     "torch.distributed.fsdp": ("compat/",),
-    "torch.distributed._composable": ("compat/", "_torch/"),  # the registry of its functions
+    "torch.distributed._composable": ("compat/", "_torch/"),  # its registry of functions
     "torch.Stream": ("device/",),
     "torch.Event": ("device/", "train/world.py"),
     "torch.cuda.Stream": ("device/",),
@@ -85,17 +85,17 @@ class Source:
 
     @property
     def module(self) -> str:
-        """The dotted name; a package has its folder's."""
+        """The dotted name of the module; that of a package for its ``__init__``."""
         dotted = ".".join(["fullshard", *Path(self.path).with_suffix("").parts])
         return dotted.removesuffix(".__init__")
 
     @property
     def room(self) -> str:
-        """Which room the file stands in."""
+        """The room of the file."""
         return room_of(self.module)
 
     def is_in(self, places: Iterable[str]) -> bool:
-        """Whether this is one of the files, or lies in one of the folders, named by ``places``."""
+        """Return whether the file is one of ``places``, or is inside one of them."""
         return any(self.path == place or self.path.startswith(place) for place in places)
 
 
@@ -103,7 +103,7 @@ class Source:
 class Import:
     """One name that a file imports."""
 
-    module: str  # absolute; "from m import n" names m
+    module: str  # absolute; for "from m import n" it is m
     name: str | None  # n, or None in "import m"
     line: int
     in_function: bool
@@ -111,30 +111,30 @@ class Import:
 
     @property
     def full_name(self) -> str:
-        """What it may be a module of: ``from torch import distributed`` is torch.distributed."""
+        """The full dotted name: ``from torch import distributed`` gives torch.distributed."""
         return self.module if self.name is None else f"{self.module}.{self.name}"
 
 
 def room_of(module: str) -> str:
-    """``fullshard.layout.segment`` stands in ``layout``, ``fullshard`` itself is the face."""
+    """Return the room of a module: ``layout`` for ``fullshard.layout.segment``."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else FACE
 
 
 def package_sources() -> list[Source]:
-    """Every file of the package."""
+    """Return all files of the package."""
     files = sorted(ROOT.rglob("*.py"))
     assert files, f"no sources under {ROOT}"
     return [source(path.relative_to(ROOT).as_posix(), path.read_text("utf-8")) for path in files]
 
 
 def source(path: str, text: str) -> Source:
-    """One file from its text; the self-tests write theirs in place."""
+    """Return a parsed file; the self-tests pass short texts."""
     return Source(path, ast.parse(text, filename=path))
 
 
 def imports_of(file: Source) -> Iterator[Import]:
-    """Every import of the file, wherever it stands."""
+    """Yield every import of the file, inside functions too."""
     yield from _imports_below(file, file.tree, in_function=False, for_typing=False)
 
 
@@ -161,7 +161,7 @@ def _imports_below(
 
 
 def absolute(file: Source, node: ast.ImportFrom) -> str:
-    """The module that ``from .x import y`` means in this file."""
+    """Return the absolute name of the module in ``from .x import y``."""
     if node.level == 0:
         return node.module or ""
     parts = file.module.split(".")
@@ -171,17 +171,17 @@ def absolute(file: Source, node: ast.ImportFrom) -> str:
 
 
 def is_or_below(name: str, module: str) -> bool:
-    """Whether ``name`` is the module or something in it."""
+    """Return whether ``name`` is the module, or is inside it."""
     return name == module or name.startswith(f"{module}.")
 
 
 def complain(file: Source, line: int, what: str) -> str:
-    """One finding, in the form that editors make a link of."""
+    """Return a complaint that begins with file and line, which editors turn into a link."""
     return f"src/fullshard/{file.path}:{line}: {what}"
 
 
 def imports_against_the_order(files: Iterable[Source]) -> list[str]:
-    """Imports that point to a later room, or past the public names from where only those count."""
+    """Find imports of later rooms, and private imports by rooms that use public names only."""
     found = []
     for file in files:
         if file.room != FACE and file.room not in ROOMS:
@@ -208,9 +208,9 @@ def _may_import(room: str, target: str, module: str) -> bool:
 
 
 def imports_past_a_face(files: Sequence[Source]) -> list[str]:
-    """Imports from inside of another sub-package, or of what its ``__init__`` does not import.
+    """Find imports from inside another sub-package, or of names that its ``__init__`` lacks.
 
-    ``fullshard.optim.flat`` is a sub-package of the room ``optim``; tests may look inside.
+    ``fullshard.optim.flat`` is a sub-package of the room ``optim``. Tests may import from inside.
     """
     faces = {
         file.module: {item.name for item in imports_of(file)}
@@ -228,7 +228,7 @@ def imports_past_a_face(files: Sequence[Source]) -> list[str]:
 
 
 def imports_of_torch(files: Iterable[Source], rooms: set[str]) -> list[str]:
-    """Ways, through any number of our modules, from these rooms to torch."""
+    """Find chains of imports from these rooms to torch."""
     by_name = {file.module: file for file in files}
     return [
         complain(file, 1, "imports torch: " + " -> ".join(chain))
@@ -251,7 +251,7 @@ def _way_to_torch(file: Source, by_name: dict[str, Source], seen: frozenset[str]
 
 
 def _our_module(item: Import, by_name: dict[str, Source]) -> str | None:
-    """Which of our modules an import runs; the face is nobody's (the order sees to that)."""
+    """Return the module of this package that an import runs; the top ``__init__`` is skipped."""
     for name in (item.full_name, item.module):
         if name in by_name and name != FACE:
             return name
@@ -259,7 +259,7 @@ def _our_module(item: Import, by_name: dict[str, Source]) -> str | None:
 
 
 def dotted_uses_outside_their_seam(files: Iterable[Source]) -> list[str]:
-    """Imports of, and dotted ways to, the names of ``DOTTED_SEAMS`` where they may not be used."""
+    """Find uses of ``DOTTED_SEAMS`` in other files: imports and dotted names."""
     found = []
     for file in files:
         uses = {(item.full_name, item.line) for item in imports_of(file)}
@@ -278,7 +278,7 @@ def dotted_uses_outside_their_seam(files: Iterable[Source]) -> list[str]:
 
 
 def uses_outside_their_seam(files: Iterable[Source]) -> list[str]:
-    """Names of ``SEAMS`` in a file that may not use them; ``getattr(x, "name")`` counts too."""
+    """Find uses of ``SEAMS`` in other files; ``getattr(x, "name")`` counts too."""
     return [
         complain(file, line, f"{name} belongs to {' or '.join(SEAMS[name])}")
         for file in files
@@ -300,7 +300,7 @@ def _names(file: Source) -> Iterator[tuple[str, int]]:
 
 
 def collectives_outside_comm(files: Iterable[Source]) -> list[str]:
-    """Collectives of ``torch.distributed`` anywhere but on the wire and in the trainer."""
+    """Find collectives of ``torch.distributed`` outside of ``comm`` and the trainer."""
     found = []
     for file in files:
         if file.is_in(("comm/", "train/", "_torch/")):
@@ -320,7 +320,7 @@ def collectives_outside_comm(files: Iterable[Source]) -> list[str]:
 
 
 def _names_of_torch_distributed(file: Source) -> Iterator[str]:
-    """What ``torch.distributed`` is called in this file."""
+    """Yield the names of ``torch.distributed`` in this file."""
     yield "torch.distributed"
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Import):
@@ -334,7 +334,7 @@ def _names_of_torch_distributed(file: Source) -> Iterator[str]:
 
 
 def import_cycles(files: Iterable[Source]) -> list[str]:
-    """Rings of module-level imports, those for type checkers alone included."""
+    """Find cycles of module-level imports, including imports for type checkers alone."""
     by_name = {file.module: file for file in files}
     edges = {
         name: {
@@ -345,8 +345,8 @@ def import_cycles(files: Iterable[Source]) -> list[str]:
         }
         for name, file in by_name.items()
     }
-    # Take away what imports nothing that is left, until only the rings and their users remain;
-    # then what nothing imports, until only the rings remain.
+    # Remove modules without imports until only cycles and their importers remain; then remove
+    # modules that nothing imports, until only cycles remain.
     for _ in range(2):
         while free := {name for name, targets in edges.items() if not targets}:
             edges = {name: edges[name] - free for name in edges.keys() - free}
@@ -354,7 +354,7 @@ def import_cycles(files: Iterable[Source]) -> list[str]:
     return [f"{name} and {', '.join(sorted(edges[name]))}" for name in sorted(edges)]
 
 
-# What does not count as private, see ``fullshard._torch``; names of Python's, in the last line.
+# Names that do not count as private, see ``fullshard._torch``; the last line is Python's own.
 NOT_COUNTED = set(
     "torch.utils._pytree torch.utils._python_dispatch"
     " _parameters _modules _buffers _forward_hooks _base _is_view _schema _overloadname"
@@ -365,7 +365,7 @@ OPERATORS = ("torch.", "aten.", "_aten.", "torch.ops.aten.")
 
 
 def private_names_outside_their_seam(files: Iterable[Source]) -> list[str]:
-    """Private names that ``_torch`` does not look up: imports, and attributes that are not ours."""
+    """Find private names that bypass ``_torch``: imports, and attributes of foreign objects."""
     files = [file for file in files if not file.is_in(("compat/",))]
     ours = NOT_COUNTED | {name for file in files for name in _defined(file)}
     found = []
@@ -389,7 +389,7 @@ def private_names_outside_their_seam(files: Iterable[Source]) -> list[str]:
 
 
 def _defined(file: Source) -> Iterator[str]:
-    """Names of functions, classes and variables, and attributes of ``self`` that are set."""
+    """Yield the names that a file defines, attributes of ``self`` included."""
     for node in ast.walk(file.tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -402,7 +402,7 @@ def _defined(file: Source) -> Iterator[str]:
 
 
 def misplaced_imports(files: Iterable[Source]) -> list[str]:
-    """Imports inside functions, unless of an extra or slow; and such imports elsewhere."""
+    """Find imports inside functions, unless optional or slow, and module-level imports that are."""
     found = []
     for file in files:
         for item in imports_of(file):

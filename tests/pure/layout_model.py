@@ -1,4 +1,4 @@
-"""A layout by brute force: Python lists with every element in them, and layouts to try it on."""
+"""A brute-force model of layouts: Python lists with every element; and strategies for layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Buffer = list[int | None]
 
 
 def by_ndim(spec: ParamSpec) -> str | int:
-    """A granularity that mixes all kinds."""
+    """Return a granularity that depends on the number of dims, to mix all kinds."""
     return ("tensor", "row", 3, "element")[spec.ndim - 1]
 
 
@@ -43,7 +43,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def values(layout: Layout) -> list[list[int]]:
-    """The elements of each parameter in row-major order, all different."""
+    """Return distinct elements for each parameter, in row-major order."""
     bases = (1_000_000 * index for index in range(len(layout.params)))
     return [
         list(range(base, base + spec.numel))
@@ -52,7 +52,7 @@ def values(layout: Layout) -> list[list[int]]:
 
 
 def scatter(layout: Layout, params: list[list[int]]) -> list[Buffer]:
-    """Every rank's shard, filled segment by segment; no element may be written twice."""
+    """Fill every rank's shard segment by segment; fail if an element is written twice."""
     shards: list[Buffer] = [[PADDING] * layout.shard_numel for _ in range(layout.world)]
     for rank, shard in enumerate(shards):
         for index, segment in enumerate(layout.segments_of(rank)):
@@ -67,7 +67,7 @@ def scatter(layout: Layout, params: list[list[int]]) -> list[Buffer]:
 
 
 def elements(copy: StridedCopy) -> Iterator[tuple[int, int]]:
-    """The box, element by element: (place in the parameter, place in the staging buffer)."""
+    """Yield (offset in the parameter, offset in the staging buffer) of each copied element."""
     for index in product(*map(range, copy.sizes)):
         yield (
             copy.param_offset + sum(map(int.__mul__, index, copy.param_strides)),
@@ -75,15 +75,15 @@ def elements(copy: StridedCopy) -> Iterator[tuple[int, int]]:
         )
 
 
-# Blocks that must not be cut
+# Uncut blocks.
 
 Blocks = Mapping[str, int]
-Item = tuple[int, int]  # numel and elements of a block
+Item = tuple[int, int]  # number of elements of a parameter, and of its blocks
 
 
 @st.composite
 def blocked(draw: st.DrawFn, most: int, largest: int) -> tuple[list[ParamSpec], Blocks]:
-    """At most `most` parameters of at most `largest` elements, with blocks that often divide."""
+    """Draw at most `most` parameters with up to `largest` elements; blocks often divide them."""
     params = []
     blocks = {}
     for index in range(draw(st.integers(0, most))):
@@ -106,7 +106,7 @@ def ragged_of(blocks: Blocks) -> Ragged:
 
 
 def block_of(ragged: Ragged, spec: ParamSpec) -> int:
-    """What the words mean, written again."""
+    """Return the block size of a granularity, by an independent implementation."""
     granularity = ragged.granularity
     given = granularity(spec) if callable(granularity) else granularity
     if given == "row" and len(spec.shape) > 1:
@@ -124,7 +124,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(layout: Layout, param: int) -> list[Stretch]:
-    """All stretches of a parameter, in the order of its elements."""
+    """Return all stretches of a parameter, in element order."""
     return sorted(
         Stretch(s.start + i * s.step, s.length, rank, s.shard_offset + i * s.length)
         for rank in range(layout.world)
@@ -134,7 +134,7 @@ def stretches(layout: Layout, param: int) -> list[Stretch]:
 
 
 def starts_of_pieces(layout: Layout, param: int) -> list[int]:
-    """From the bands: segments of 10,000 parameters on 1,024 ranks would take half a minute."""
+    """Return the starts of uncut pieces, from bands, as listing every segment would be slow."""
     return [
         segment.start + i * segment.step
         for band in layout.bands[param]

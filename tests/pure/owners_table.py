@@ -1,6 +1,6 @@
 """Owners of the matrices of large models, by arithmetic: ``python -m tests.pure.owners_table``.
 
-Prints the tables of ``docs/optimizers.md``: balance of costs, and bytes that a rank sends a step.
+Prints the tables of ``docs/optimizers.md``: balance of costs, and bytes that a rank sends per step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fullshard.optim.owned.assign import (
 from fullshard.tensors.parts import chunk_of
 
 RANKS = (64, 256, 1024)
-NBYTES = 4  # of an element: gradients, parameters and updates in fp32, whoever sends them
+NBYTES = 4  # per element: gradients, parameters and updates travel in fp32
 
 
 class Parameter(NamedTuple):
-    """A parameter that Muon steps, cut on dim 0 like ``PerParameter``; experts are matrices."""
+    """A parameter that Muon steps, sharded on dim 0 by ``PerParameter``; 3-D ones hold experts."""
 
     shape: Shape
     is_stack: bool = False
@@ -37,7 +37,7 @@ class Parameter(NamedTuple):
 
 
 def llama_3_70b() -> Iterator[Parameter]:
-    """Its matrices: 80 layers, without embedding and head, which AdamW steps."""
+    """Yield the matrices of its 80 layers; AdamW steps the embedding and the head."""
     for _ in range(80):
         for shape in ((8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192)):
             yield Parameter(shape)
@@ -46,7 +46,7 @@ def llama_3_70b() -> Iterator[Parameter]:
 
 
 def deepseek_v3() -> Iterator[Parameter]:
-    """Its matrices: 61 layers with latent attention, 3 dense ones, 58 with 256 experts."""
+    """Yield the matrices of 61 layers with latent attention, 58 of them with 256 experts."""
     for layer in range(61):
         for shape in ((1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)):
             yield Parameter(shape)
@@ -64,17 +64,18 @@ MODELS = {"Llama-3-70B": llama_3_70b, "DeepSeek-V3": deepseek_v3}
 
 
 class Row(NamedTuple):
-    """Figures of a model on so many ranks.
+    """Figures of a model on a number of ranks.
 
     Attributes:
         balance: largest cost of a rank, divided by the mean.
-        bound: cost of the largest matrix, divided by the mean: no owners do better.
+        bound: cost of the largest matrix, divided by the mean; a lower bound of ``balance``.
         sent: bytes that a rank sends in a step, on average.
-        everywhere: the same, if every rank gathers every gradient.
-        dealt: the same, if matrices of one shape are dealt in turn, in rounds of one matrix a rank,
-            and gradients and updates travel.
-        dealt_balance: the balance of that.
-        grouped, grouped_balance: the same for the way of microsoft/dion, see ``_grouped``.
+        everywhere: ``sent``, if every rank gathers every gradient.
+        dealt: ``sent``, if matrices of equal shape are dealt round-robin, in rounds of one matrix a
+            rank, and gradients and updates travel.
+        dealt_balance: ``balance``, if matrices are dealt round-robin.
+        grouped, grouped_balance: the same figures for the scheme of microsoft/dion, see
+            ``_grouped``.
     """
 
     balance: float
@@ -88,14 +89,14 @@ class Row(NamedTuple):
 
 
 def rows_of(block: OwnedBlock, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first row of a block, and the one after its last."""
+    """Return the first row of a block, and the row after its last."""
     inner = math.prod(shape[1:])
     return block.start // inner, (block.start + block.numel) // inner
 
 
 @cache
 def row(model: str, num_ranks: int) -> Row:
-    """Return the figures."""
+    """Return the figures of a model."""
     params = list(MODELS[model]())
     of_params = [
         blocks_of("", param.shape, lambda _, s: "each" if len(s) > 2 else None) for param in params
@@ -113,7 +114,7 @@ def row(model: str, num_ranks: int) -> Row:
     matrices = [Matrix(n, c, h) for n, c, h in zip(numbers, costs, holders, strict=True)]
     owners = owners_of(matrices, num_ranks)
     load = [0.0] * num_ranks
-    kept = [0] * num_ranks  # elements that the owner holds itself
+    kept = [0] * num_ranks  # elements that the owner already holds
     for number, block, owner, cost in zip(numbers, blocks, owners, costs, strict=True):
         load[owner] += cost
         rows, inner = params[number].shape[0], params[number].numel
@@ -138,10 +139,10 @@ def row(model: str, num_ranks: int) -> Row:
 
 
 def _dealt(params: list[Parameter], num_ranks: int) -> tuple[list[float], int]:
-    """Deal matrices of equal shape in turn, each batch padded to one matrix a rank.
+    """Deal matrices of equal shape round-robin; pad each round to one matrix a rank.
 
-    A stack of experts counts as one matrix for each expert, which is the best case for that way.
-    Returns the cost of each rank, and elements with padding.
+    A stack of experts counts as one matrix per expert, the best case for this scheme. Returns the
+    cost of each rank, and the number of elements with padding.
     """
     counts: dict[Shape, int] = {}
     for param in params:
@@ -158,10 +159,11 @@ def _dealt(params: list[Parameter], num_ranks: int) -> tuple[list[float], int]:
 def _grouped(params: list[Parameter], num_ranks: int) -> tuple[list[float], int]:
     """Deal matrices as microsoft/dion's Muon does on FSDP2, which cuts dim 0 in equal chunks.
 
-    All ranks send their shards, in bf16, of the matrices of one shape to the ranks that step these,
-    with matrices of zeros up to a multiple of the number of ranks, each matrix with rows of zeros
-    up to one; updates go back in the same way. Each rank steps the experts of its own chunk of a
-    stack, and sends nothing of them. Returns the cost of each rank, and elements with padding.
+    For each shape, all ranks send their bf16 shards to the ranks that step the matrices. Zero
+    matrices fill the number of matrices up to a multiple of the number of ranks, and zero rows do
+    so for the rows of each matrix. Updates return in the same way. Each rank steps the experts in
+    its own chunk of a stack, and sends nothing for them. Returns the cost of each rank, and the
+    number of elements with padding.
     """
     counts: dict[Shape, int] = {}
     load, padded = [0.0] * num_ranks, 0
@@ -173,7 +175,7 @@ def _grouped(params: list[Parameter], num_ranks: int) -> tuple[list[float], int]
         else:
             counts[param.shape] = counts.get(param.shape, 0) + 1
     for shape, count in counts.items():
-        in_a_row = -(-count // num_ranks)  # those of a rank follow each other
+        in_a_row = -(-count // num_ranks)  # the matrices of a rank are consecutive
         for rank in range(num_ranks):
             own = max(min(count - rank * in_a_row, in_a_row), 0)
             load[rank] += newton_schulz_flops(shape) * own

@@ -1,4 +1,4 @@
-"""The model of PyTorch's caching allocator that ``bench reserved`` asks."""
+"""The model of PyTorch's caching allocator that ``bench reserved`` uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fullshard calls on process groups, backends and options, against the installed PyTorch.
+"""fullshard's calls on process groups, backends and options exist in the installed PyTorch.
 
 The classes of NCCL's backends are only in builds for GPUs, which import without a GPU:
 
@@ -42,19 +42,19 @@ CALLS = {
     "gloo": {"_set_default_timeout"},
     "given": {"_timeout", "config", "is_high_priority_stream", "lazy_init"},
 }
-"""By the name that ``_torch`` gives the object."""
+"""Attributes by the name of the variable in ``_torch``."""
 
 OF_PYTHON = {"all_gather_single_coalesced", "reduce_scatter_single"}
-"""Called on process groups that are written in Python, if they have them."""
+"""Methods of process groups written in Python, called if they exist."""
 
 SINCE = {"ProcessGroupNCCL2": (2, 14), "ProcessGroupNCCLLazy": (2, 14), "lazy_init": (2, 15)}
-"""The version that a name is new in; others are in all."""
+"""The PyTorch version that introduced a name; all versions have the other names."""
 
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="a build without NCCL")
 
 
 def called(name: str) -> set[str]:
-    """Return the attributes that ``_torch`` uses of a variable with this name."""
+    """Return the attributes that ``_torch`` reads from variables with this name."""
     sources = Path(_torch.__file__).parent.glob("*.py")
     return {
         node.attr
@@ -101,7 +101,7 @@ def test_options_of_nccl_have_what_is_copied() -> None:
 
 @needs_nccl
 def test_nccl_of_each_version_is_known() -> None:
-    """Check the table of NCCL backends in docs/limits.md."""
+    """The table of NCCL backends in docs/limits.md covers the installed PyTorch."""
     for name in ("ProcessGroupNCCL2", "ProcessGroupNCCLLazy"):
         assert hasattr(_distributed_c10d, name) == (VERSION >= SINCE[name])
     assert hasattr(c10d, "_nccl2_device") == (VERSION >= (2, 15))

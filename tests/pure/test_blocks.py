@@ -1,4 +1,4 @@
-"""What ``shard_blocks`` chooses, on the meta device, and that it changes nothing it refuses."""
+"""The units that ``shard_blocks`` chooses, and its refusals, on the meta device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Layer(nn.Module):
-    """Has a list of its own inside."""
+    """A block with a list of its own."""
 
     def __init__(self, dim: int, experts: int = 2) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_neighbouring_blocks_of_one_list_form_a_unit() -> None:
     ]  # fmt: skip
     assert [(unit.name, unit.numel) for unit in chosen] == [*expected, ("", 0)]
     names = {unit.name for unit in units_below([model])}
-    assert names == {name for name, _ in expected} | {""}  # engines call them so, too
+    assert names == {name for name, _ in expected} | {""}  # engines have the same names
     model(torch.ones(2, 4)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
 
@@ -210,7 +210,7 @@ def test_a_model_that_is_none_is_refused() -> None:
 
 
 class Stage(nn.Module):
-    """Blocks of one width, and a step to the next."""
+    """Blocks of one width, and a layer that changes the width."""
 
     def __init__(self, dim: int, depth: int, kind: type[nn.Module] = Layer) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def lists(*widths: list[int]) -> nn.Module:
             ),
             ["0.0", "0.1", "1.0", "1.1", ""],
         ),
-        # a body of blocks between two layers, in a list and in a module of its own
+        # a sequence of blocks between two layers, in a list and in a module of its own
         (
             lambda: nn.Sequential(
                 nn.Linear(4, 8), nn.Sequential(Layer(8), Layer(8)), nn.Linear(8, 4)
@@ -265,7 +265,8 @@ def lists(*widths: list[int]) -> nn.Module:
             lambda: nn.Sequential(Expert(8), nn.Sequential(Layer(8), Layer(8)), Expert(8)),
             ["0", "1.0", "1.1", "2", ""],
         ),
-        # as ever: layers with experts, modules of one width, a small net between two layers
+        # units as without lists of lists: layers with experts, one width, a small net between
+        # layers
         (
             lambda: nn.Sequential(
                 Layer(8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Layer(8)

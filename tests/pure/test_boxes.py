@@ -1,4 +1,4 @@
-"""Intervals as boxes: complete, in order, few."""
+"""Intervals as boxes: they are complete, in order, and few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units that ranks may skip move with the unit around them."""
+"""Units that ranks may skip are gathered and reduced with their carrier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pure.walk import Walk
 
 GOLDEN = Path(__file__).parent / "golden" / "carried.txt"
 BLOCKS = {2: (0, 1), 5: (3, 4)}
-"""Blocks, and the experts in each; the root is unit 6."""
+"""Experts inside of each block; the root is unit 6."""
 ON_THE_WIRE = (Op.UNSHARD, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
 
 Parts = dict[int, list[int]]
@@ -30,7 +30,7 @@ def sparse(
     *,
     copies: bool = False,
 ) -> Walk:
-    """A walk of two blocks of two experts, of which those that are ``tolerant`` may be skipped."""
+    """Return a walk of two blocks with two experts each; ranks may skip ``tolerant`` units."""
     policy = policy or UnitPolicy()
     walk = Walk(6, policy=policy, replicated=copies)
     for block in BLOCKS:
@@ -44,7 +44,7 @@ def sparse(
 def forward(
     walk: Walk, parts: Parts, hidden: Sequence[int] = ()
 ) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Each block that ran, its use, and the experts in it with theirs."""
+    """Run the forwards; return each block with its use, and its experts with their uses."""
     ran = []
     for block, experts in parts.items():
         walk.say(when.ForwardEnter(block))
@@ -77,7 +77,7 @@ def step(walk: Walk, parts: Parts, hidden: Sequence[int] = ()) -> None:
 
 
 def wire(walk: Walk) -> list[str]:
-    """What went over the wire since the last call."""
+    """Return the communication since the last call."""
     actions = walk.transcript.actions()
     walk.transcript.events.clear()
     return [str(action) for action in actions if action.op in ON_THE_WIRE]
@@ -122,7 +122,7 @@ def parts_of(blocks: Sequence[int]) -> st.SearchStrategy[Parts]:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[UnitPolicy, MachinePolicy, list[int], list[list[Parts]]]:
-    """A policy, what may be skipped, and what two ranks run in three steps."""
+    """Draw policies, the units that may be skipped, and the units that run, by step and rank."""
     policy = UnitPolicy(
         after_forward=draw(st.sampled_from(AfterForward)),
         reshard_after_backward=draw(st.booleans()),
@@ -243,7 +243,7 @@ def test_experts_have_secondary_shards_if_they_and_their_block_have() -> None:
     walk.say(when.ForwardEnter(walk.root))
     forward(walk, {2: [0]})
     walk.say(when.ForwardExit(walk.root))
-    walk.say(when.WeightsChanged())  # and no backward: what was kept is of no use
+    walk.say(when.WeightsChanged())  # no backward: secondary shards are stale
     step(walk, {2: [], 5: []})
     assert walk.at_rest
 
@@ -263,7 +263,7 @@ def test_secondary_shards_that_no_backward_came_to_are_dropped_together() -> Non
 
 @pytest.mark.parametrize(("nbytes", "is_ahead"), [(500, False), (600, True)])
 def test_a_budget_counts_all_that_a_unit_carries(nbytes: int, is_ahead: bool) -> None:
-    """Three units of a hundred bytes each are held; three more have to fit beside them."""
+    """Three units of a hundred bytes each are held, and three more must fit into the budget."""
     walk = sparse()
     walk.say(when.SetMachinePolicy(MachinePolicy(prefetch_budget=nbytes)))
     step(walk, {2: [0], 5: [3]})
@@ -279,7 +279,7 @@ def test_a_use_that_an_exception_ended_is_not_taken_up_again() -> None:
     walk.say(when.ForwardEnter(2))
     walk.say(when.ForwardEnter(1))
     ended = walk.machine.current_use
-    walk.say(when.ForwardExit(2, failed=True))  # and none of unit 1
+    walk.say(when.ForwardExit(2, failed=True))  # and no exit of unit 1
     walk.say(when.ForwardExit(walk.root, failed=True))
     walk.say(when.ForwardEnter(walk.root))
     ((_, _, ((_, use),)),) = forward(walk, {2: [1]})
@@ -292,7 +292,7 @@ def test_what_a_rank_hides_is_no_matter_to_others(
     first: set[int],
     second: set[int],
 ) -> None:
-    """Such as what an expert computed, on one rank only, and nobody used."""
+    """An output may be unused on one rank only, such as that of an expert."""
     policy, machine, tolerant, steps = world
     walks = [sparse(policy, tolerant) for _ in range(2)]
     carriers = {unit.key for unit in walks[0].machine.residents.units.values() if unit.carries}

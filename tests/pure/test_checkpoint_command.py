@@ -1,4 +1,4 @@
-"""``fullshard checkpoint``: what it prints, and its exit codes."""
+"""The output and exit codes of ``fullshard checkpoint``."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "verify", root)[0] == 0
     file = root / "step-2" / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())
-    data[-20] ^= 1  # before the digests
+    data[-20] ^= 1  # in the data, before the digests
     file.write_bytes(data)
     code, out = run(capsys, "verify", root)
     assert code == 1

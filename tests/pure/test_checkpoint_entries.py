@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, of which some ranks are lost."""
+"""Tensors of a checkpoint after some ranks are lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fullshard.tensors import RaggedShard
 
 @st.composite
 def entries(draw: st.DrawFn) -> TensorEntry:
-    """Tensors on meshes of one to three dims, cut along some, ragged along one at most."""
+    """Draw entries on meshes of one to three dims; at most one dim has ragged shards."""
     sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     shape = tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=2)))
     ranks = draw(st.permutations(range(math.prod(sizes))))
@@ -49,7 +49,7 @@ def entries(draw: st.DrawFn) -> TensorEntry:
 
 
 def elements(shape: tuple[int, ...], region: Region) -> list[int]:
-    """The numbers of the elements of a region."""
+    """Return the numbers of a region's elements in the tensor."""
     numbers = torch.arange(math.prod(shape)).view(shape)
     return [
         int(one)
@@ -67,7 +67,7 @@ def test_those_who_are_left_have_each_element_once_or_lack_some(
     numbers = {rank: number for number, rank in enumerate(left)}
     there = {one for rank in left for one in elements(entry.shape, entry.region(rank))}
     found = entry.left_to(numbers)
-    if found is None:  # a part that is lost may be empty
+    if found is None:  # None: a rank with a part of its own is lost, even if that part is empty
         lost = [entry.region(rank) for rank in ranks if rank not in left]
         others = [entry.region(rank) for rank in left]
         assert any(not one.numel or one not in others for one in lost)
@@ -79,13 +79,13 @@ def test_those_who_are_left_have_each_element_once_or_lack_some(
     parts = [*manifest.parts("x")]
     written = sorted(one for part in parts for one in elements(entry.shape, part.region))
     assert written == list(range(math.prod(entry.shape)))
-    for part in parts:  # and it has what it writes
+    for part in parts:  # the writer of a part holds it
         assert found.is_written_by(part.file.rank)
         assert part.region == entry.region(left[part.file.rank])
 
 
 def test_writers_are_divided_among_those_who_are_left() -> None:
-    """Of four replicas one is lost: the others write a third of all tensors each."""
+    """After one of four replicas is lost, the others each write a share of the tensors."""
     entry = TensorEntry("float32", (4,), Grid((4, 2), tuple(range(8))), (Replicate(), Shard(0)), 0)
     left = {rank: number for number, rank in enumerate([0, 1, 2, 3, 4, 6, 7])}
     found = [entry._replace(writer=one).left_to(left) for one in range(12 - 8)]

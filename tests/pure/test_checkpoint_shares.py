@@ -1,4 +1,4 @@
-"""What ranks read for each other when they load: everything once, each in proportion."""
+"""On loading, ranks divide the reading: every byte once, in proportion to their shares."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_shares(sizes: list[int], kept: list[int]) -> None:
     assert max(parts) <= (_LARGEST + 1) / world + 1e-9
     shares = _shares(batch, parts)
     read = sorted((int(run.name), run.start, run.stop) for share in shares for run in share)
-    for at, nbytes in enumerate(sizes):  # every byte once, and whole blocks
+    for at, nbytes in enumerate(sizes):  # every byte once, in whole blocks
         own = [(start, stop) for number, start, stop in read if number == at]
         assert [start for start, _ in own] == [0, *(stop for _, stop in own[:-1])]
         assert own[-1][1] == nbytes

@@ -1,4 +1,4 @@
-"""What codecs promise: bytes, bounds on errors, values that are not finite, kernels."""
+"""Guarantees of codecs: sizes, error bounds, non-finite values, and numbers of kernels."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from fullshard.errors import ConfigError
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 BF16 = Cast(torch.bfloat16)
-_ROUNDING = 1 + 2.0**-20  # of the scale and of the quotient, in fp32
-_NARROW = (1 + 2.0**-8) * _ROUNDING  # of a scale in bf16
+_ROUNDING = 1 + 2.0**-20  # rounding errors of the scale and of the quotient, in fp32
+_NARROW = (1 + 2.0**-8) * _ROUNDING  # rounding error of a scale in bf16
 _LEAST = 2.0**-126  # the smallest scale
 every_kind = pytest.mark.parametrize("kind", [INT8, FP8, INT4], ids=["int8", "fp8", "int4"])
 
 
 def bound(blocks: Tensor, kind: torch.dtype) -> Tensor:
-    """The most that each element may be off; ``blocks`` are ``[n, block]`` in fp64."""
+    """Return the error bound of each element; ``blocks`` are ``[n, block]`` in fp64."""
     largest = blocks.abs().amax(-1, keepdim=True)
     if kind is INT4:
         return ((largest / 14).clamp_min(_LEAST) * _NARROW).expand_as(blocks)
     if kind is INT8:
         return ((largest / 254).clamp_min(_LEAST) * _ROUNDING).expand_as(blocks)
-    step = (largest / 448).clamp_min(_LEAST) * 2.0**-10  # half of the smallest e4m3, 2^-9
+    step = (largest / 448).clamp_min(_LEAST) * 2.0**-10  # half of the smallest e4m3 number, 2^-9
     return torch.maximum(blocks.abs() / 16, step) * _ROUNDING
 
 
-most = float(torch.tensor(3.4e38))  # what is closer to the largest number of fp32 may round to inf
+most = float(torch.tensor(3.4e38))  # a larger number may round to inf
 values = st.floats(-most, most, width=32)
 
 
@@ -53,7 +53,7 @@ def test_an_element_is_off_by_half_a_step_at_most(kind: torch.dtype, numbers: li
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1 << 32), st.sampled_from([16, 32, 64, 128]), st.integers(1, 300))
 def test_int4_in_any_blocks_is_the_same_for_all_who_decode(seed: int, block: int, n: int) -> None:
-    """Bytes come of values alone, row by row, and are decoded alike in any number of rows."""
+    """Encoding works row by row, and a row decodes to equal values alone and with others."""
     values = torch.randn(3, n, generator=torch.Generator().manual_seed(seed)) ** 3
     codec, whole = Blocks(INT4, block), torch.empty(3, n)
     sent = codec.encode([values])
@@ -72,7 +72,7 @@ def test_int4_in_any_blocks_is_the_same_for_all_who_decode(seed: int, block: int
 
 
 def test_what_int4_loses_of_normal_and_of_heavy_tails() -> None:
-    """The figures of docs/wire.md: shares of the norm, by block."""
+    """The errors of docs/wire.md: shares of the norm, by block size."""
     torch.manual_seed(0)
     normal = torch.randn(1, 1 << 18)
     heavy = torch.distributions.StudentT(3.0).sample(normal.shape)  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ def test_what_int4_loses_of_normal_and_of_heavy_tails() -> None:
 
 @pytest.mark.parametrize(("is_once", "share"), [(True, 0.108), (False, 0.188)])
 def test_what_means_over_two_replicas_of_two_shards_lose(is_once: bool, share: float) -> None:
-    """By int4, and then by what means travel in, or by int4 three times."""
+    """Gradients travel in int4, then means in the codec for means, or in int4 again."""
     torch.manual_seed(0)
     grads, first = torch.randn(4, 1 << 16), Blocks(INT4, 64)
     then = first.for_means if is_once else first
@@ -115,9 +115,9 @@ def test_all_dtypes_and_sizes(kind: torch.dtype, dtype: torch.dtype) -> None:
 
 
 def test_bytes() -> None:
-    """One byte each, whole blocks, a scale of four bytes for each; rows of multiples of 16.
+    """INT8 takes a byte per element in whole blocks, and 4 bytes per scale; rows are padded to 16.
 
-    With int4 half a byte, and a scale of two.
+    INT4 takes half a byte per element, and 2 bytes per scale.
     """
     codec = Blocks(INT8, 64)
     assert codec.nbytes([64 * 12]) == 12 * 68 == 816
@@ -185,7 +185,7 @@ def kernels(codec: Blocks | Cast, sources: list[Tensor]) -> tuple[int, int]:
 
 
 def test_kernels() -> None:
-    """A few each way, however many elements there are; one join for several tensors."""
+    """The number of kernels does not depend on the size; several tensors take one more to join."""
     for numel in (1 << 10, 1 << 16):
         one, several = [torch.ones(1, numel)], [torch.ones(1, numel), torch.ones(1, 64)]
         assert kernels(Blocks(INT8, 64), one) == (7, 2)
@@ -225,7 +225,7 @@ def test_int4_is_for_gradients() -> None:
 
 
 def received(wire: WirePolicy) -> int:
-    """What a rank receives in a step of one layer of 16,384 elements on two ranks, by a dry run."""
+    """Return the bytes that a rank receives in a planned step of one layer, on two ranks."""
 
     def shard(model: nn.Module, mesh: Any) -> None:
         fullshard.fully_shard(model, mesh=mesh, reshard_after_forward=True, wire=wire)
@@ -239,7 +239,7 @@ def received(wire: WirePolicy) -> int:
 
 
 def test_a_plan_counts_what_travels() -> None:
-    """Two gathers of the other rank's half, and one half of gradients with flags."""
+    """Two gathers of the other rank's half, and a reduction of half the gradients with flags."""
     assert received(WirePolicy()) == 2 * 8192 * 4 + (8192 + 8) * 4
     assert received(WirePolicy("int8", "bf16")) == 2 * (8192 + 4 * 128) + (8192 + 8) * 2
     assert received(WirePolicy("fp8", "int8")) == 2 * (8192 + 4 * 128) + 8192 + 4 * 128 + 8 * 4

@@ -1,4 +1,4 @@
-"""``patch_torch`` puts our names where PyTorch has its own, and nothing else, and back again."""
+"""``patch_torch`` replaces PyTorch's names and nothing else, and restores them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SINCE = {
     "GradientReductionHandle": (2, 15),
     "ShardPlacementResult": (2, 13),
 }
-"""The versions of PyTorch that names are new in."""
+"""The PyTorch versions that introduced names."""
 FSDP1 = (*fsdp.api.__all__, "FullyShardedDataParallel", "OptimStateKeyType")
 
 
@@ -52,7 +52,7 @@ def _torch_is_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a test may put modules; those that it imported are forgotten."""
+    """Return a folder on ``sys.path``; forget the modules that the test imported."""
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     yield tmp_path
@@ -158,7 +158,7 @@ def test_a_deep_import_gives_ours_before_and_meanwhile(folder: Path) -> None:
 
 
 def test_who_replaces_a_shown_name_for_a_while_leaves_pytorchs_behind() -> None:
-    """Some frameworks put a class of theirs in the place of ``FSDPModule``, then the old one."""
+    """A framework may replace ``FSDPModule``, and later put the old class back."""
 
     class Other:
         pass
@@ -241,7 +241,7 @@ def test_a_lazy_module_is_not_loaded() -> None:
 
 
 def test_activation_checkpoints_take_our_policies() -> None:
-    """Options that a policy gives are those of the checkpoints."""
+    """The policy's options for a module are passed to the checkpoint."""
 
     def chosen(module: nn.Module) -> bool | dict[str, Any]:
         return {"preserve_rng_state": False} if isinstance(module, nn.Linear) else False
@@ -345,7 +345,7 @@ assert fsdp.fully_shard is theirs
 
 @pytest.mark.parametrize("files", ["moved", "gone"])
 def test_fsdp2_is_patched_where_the_files_of_fsdp1_are(files: str) -> None:
-    """``moved``: under other private names; ``gone``: with the public names."""
+    """``moved``: FSDP1's files have other private names; ``gone``: its public names are gone."""
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_FSDP1, files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -363,7 +363,7 @@ PATCHED = {
     "_fully_shard._fsdp_state": ("FSDPState", "_pre_forward"),
     "_flat_param": ("FlatParamHandle", "unshard"),
 }
-"""What programs of the field patch, NeMo AutoModel among them."""
+"""Functions of PyTorch that real programs patch, among them NeMo AutoModel."""
 
 
 @pytest.mark.parametrize("file", PATCHED)
@@ -389,6 +389,6 @@ def test_a_patch_of_pytorchs_implementation_is_told_of_once(
             with pytest.warns(UserWarning, match=f"{name} of torch.distributed.fsdp"):
                 fsdp.fully_shard(nn.Linear(2, 2))
             fsdp.fully_shard(nn.Linear(2, 2))
-        fullshard.fully_shard(nn.Linear(2, 2))  # outside of the patch nobody looks
+        fullshard.fully_shard(nn.Linear(2, 2))  # no warning outside of the patch
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""``fullshard completion``: shells complete commands and options by themselves."""
+"""``fullshard completion``: shells complete commands and options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md and docs/architecture.md speak of files that exist."""
+"""The files that CONTRIBUTING.md and docs/architecture.md name exist."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_paths_of_the_map_are_those_of_files_and_functions() -> None:
 def test_the_tests_of_the_invariants_exist() -> None:
     rows = MAP[MAP.index("## Ten invariants") : MAP.index("## Registries")]
     named = re.findall(r"`(tests/[\w/]+(?:\.py)?)(?:::(\w+))?`", rows)
-    assert rows.count("\n| ") == 11 and len(named) >= 10  # ten, and the head of the table
+    assert rows.count("\n| ") == 11 and len(named) >= 10  # ten rows and the header
     for path, name in named:
         file = ROOT / path
         assert file.exists()
@@ -64,7 +64,7 @@ WEAK = ("weakref.Weak", "Weak")
 
 
 def registries() -> set[str]:
-    """Module-level objects whose class is a weak collection, or that start as an empty dict."""
+    """Return the module-level weak collections, and dicts that start empty."""
     found = set()
     for room in CORE:
         for path in sorted((SOURCE / room).glob("*.py")):

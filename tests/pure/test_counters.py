@@ -1,4 +1,4 @@
-"""What a class counts in its groups counts once a step, in however many parts it steps."""
+"""A counter in a group advances once per step, in however many runs the class steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pure.buffers import neighbours, parameters
 
 
 class Averaged(Optimizer):
-    """Corrects a mean by how often it stepped, as Adam does."""
+    """Corrects a mean by the number of steps, as Adam does."""
 
     def count(self, group: dict[str, Any]) -> float:
         raise NotImplementedError
@@ -32,7 +32,7 @@ class Averaged(Optimizer):
 
 
 class Lazy(Averaged):
-    """Makes its counter in the first step."""
+    """Creates its counter in the first step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -43,7 +43,7 @@ class Lazy(Averaged):
 
 
 class InPlace(Averaged):
-    """Counts in a tensor, as classes do whose step can be captured in a graph."""
+    """Counts in a tensor, as classes do that support CUDA graphs."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"step": torch.zeros(())})

@@ -1,4 +1,4 @@
-"""Streams and storage, with streams and events that only take notes."""
+"""Streams and storage, tested with fake streams and events that record calls."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class FakeStream:
 
 
 class FakeAccelerator:
-    """Stands for ``torch.cuda``: what is recorded, waited for and issued, in order."""
+    """A stand-in for ``torch.cuda`` that records the order of events, waits and work."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.priorities: list[int] = []
         self._numbers = count()
         self._made: dict[str, FakeStream] = {}
-        # In the order in which they are made.
+        # The order in which the lanes create their streams.
         self._names = iter(["gather", "reduce", "gather wire", "reduce wire", "host to device"])
         self.current = "compute"
-        self.done = -1  # the number of the last event that the device has come to
+        self.done = -1  # number of the last event that the device has passed
 
     def Stream(self, *, device: torch.device, priority: int) -> Any:
         self.priorities.append(priority)
@@ -79,11 +79,11 @@ class FakeAccelerator:
 
 
 class Group:
-    """Stands for a process group, which is asked for nothing."""
+    """A stand-in for a process group."""
 
 
 class FakeWire:
-    """A world of two whose other rank has the same shard; notes the lane of each collective."""
+    """A world of two with equal shards; records the stream of each collective."""
 
     rank = 0
     adds_wide = False
@@ -120,7 +120,7 @@ def lanes_of(cuda: FakeAccelerator) -> Lanes:
 def bucket_on(cuda: FakeAccelerator, layout: Any, **more: Any) -> Bucket:
     params = [torch.nn.Parameter(torch.arange(8.0).view(4, 2)), torch.nn.Parameter(torch.ones(6))]
     specs = [ParamSpec("w", (4, 2)), ParamSpec("b", (6,))]
-    nowhere: Any = [None, None]  # nobody asks here over which ranks they are spread
+    nowhere: Any = [None, None]  # these tests need no mesh and no placements
     shapes = [torch.Size(one.shape) for one in specs]
     form = Face(shapes, nowhere, shown=Shown.ORIGINALS)
     spec = BucketSpec(layout.build(specs, 2, 4), FakeWire(cuda), form, torch.device("cpu"), **more)
@@ -128,7 +128,7 @@ def bucket_on(cuda: FakeAccelerator, layout: Any, **more: Any) -> Bucket:
 
 
 def beside(collective: str, lane: str, number: int) -> list[str]:
-    """The notes of a collective that comes after what is on ``lane``, without being on it."""
+    """Return the notes of a collective on the wire stream that follows the lane's work."""
     return [
         f"{lane} records {number}", f"{lane} wire waits {number}",
         f"{collective} on {lane} wire", f"{lane} wire records {number + 1}",
@@ -151,7 +151,7 @@ def test_compute_is_all_streams_that_were_seen_since_it_rested(cuda: FakeAcceler
     with cuda.stream(cuda._stream("branch")):
         lanes.track_stream()
     with lanes.on(Lane.REDUCE):
-        lanes.track_stream()  # ours are none
+        lanes.track_stream()  # the lanes' own streams are not tracked
     lanes.join(Lane.GATHER, Lane.COMPUTE)
     assert cuda.notes == [
         "compute records 0", "branch records 1", "gather waits 0", "gather waits 1",
@@ -184,7 +184,7 @@ def test_waits_of_compute_are_timed_from_the_first_question_on(cuda: FakeAcceler
 
 
 def test_waits_in_a_captured_graph_are_not_timed(cuda: FakeAccelerator) -> None:
-    """An event that was recorded in a capture cannot be asked about."""
+    """An event that was recorded in a capture cannot be queried."""
     lanes = lanes_of(cuda)
     assert lanes.waited_s() == 0
     cuda.is_current_stream_capturing = lambda: True  # type: ignore[attr-defined]
@@ -199,7 +199,7 @@ def test_counting_waits_keeps_no_more_events_than_the_device_is_behind(
     assert lanes.waited_s() == 0
     for _ in range(100):
         lanes.join(Lane.COMPUTE, Lane.GATHER)
-        cuda.done = next(cuda._numbers) - 7  # three joins take seven numbers or more
+        cuda.done = next(cuda._numbers) - 7  # three joins take at least seven numbers
     assert len(lanes._waits) <= 3  # type: ignore[attr-defined]
     cuda.done = next(cuda._numbers)
     assert lanes.waited_s() == 100
@@ -279,7 +279,7 @@ def test_reducing_waits_for_compute_and_compute_for_it(cuda: FakeAccelerator, la
 
 
 def awaited_by_compute(notes: list[str]) -> set[str]:
-    """The collectives that the compute stream has waited for, one way or another."""
+    """Return the collectives that the compute stream waited for, directly or not."""
     done: dict[str, set[str]] = {}  # by stream
     at: dict[str, set[str]] = {}  # by event
     numbered: Counter[str] = Counter()
@@ -298,7 +298,7 @@ def awaited_by_compute(notes: list[str]) -> set[str]:
 
 
 def test_who_waits_for_one_collective_does_not_wait_for_the_next(cuda: FakeAccelerator) -> None:
-    """On a stream, as lanes are, it would."""
+    """If collectives ran on the lane's stream, it would."""
     lanes = lanes_of(cuda)
     group = Group()
     buckets = [bucket_on(cuda, PerParameter()) for _ in range(2)]
@@ -342,7 +342,7 @@ def test_who_waits_for_a_unit_from_the_host_does_not_wait_for_the_next(
         bucket.spec.comm.group = group  # type: ignore[misc]
     wholes = [bucket.materialize(lanes, StorageMeter()) for bucket in buckets]
     cuda.notes.clear()
-    for whole in wholes:  # as with a budget of more than one unit
+    for whole in wholes:  # as with a prefetch budget of several units
         whole.start()
     wholes[0].finish()
     assert awaited_by_compute(cuda.notes) == {"copy 0", "all_gather 0"}
@@ -365,7 +365,7 @@ def test_a_group_has_one_stream_on_a_lane_and_one_of_one_rank_has_none(
 
 
 def asked(averages: bool, device_type: str) -> list[bool]:
-    """Whether a backend is asked to let each collective run beside the current stream."""
+    """Return the ``asyncOp`` flag of each collective on a backend for ``device_type``."""
     seen: list[bool] = []
 
     def note(*given: Any) -> None:
@@ -388,13 +388,13 @@ def asked(averages: bool, device_type: str) -> list[bool]:
         native.all_reduce_mean(group, one, ""),
     ]
     for pending in started:
-        pending.wait()  # the backend returned None
+        pending.wait()  # works although the backend returned None
     return seen
 
 
 @pytest.mark.parametrize("averages", [False, True])
 def test_backends_with_streams_take_the_one_that_is_current(averages: bool) -> None:
-    """On a stream of its own, of the default priority, NCCL would wait behind compute kernels."""
+    """On its own stream of default priority, NCCL would queue behind compute kernels."""
     assert asked(averages, "cuda") == [False] * 4
     assert asked(averages, "cpu") == [True] * 4
 
@@ -403,7 +403,7 @@ def test_backends_with_streams_take_the_one_that_is_current(averages: bool) -> N
 def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
     cuda: FakeAccelerator, layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pinned memory takes an accelerator; the order of things does not."""
+    """Pinning would need an accelerator, but the order of events does not depend on pinning."""
     plain = bucket_spec.host_tensor
     monkeypatch.setattr(
         bucket_spec, "host_tensor", lambda numel, dtype, pinned: plain(numel, dtype, pinned=False)
@@ -419,7 +419,7 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
     ]  # fmt: skip
     whole.finish()
     whole.free()
-    bucket.shard.mul_(2)  # the copy may still be on its way: it reads other memory
+    bucket.shard.mul_(2)  # the copy to the device may still run; it reads a separate buffer
     cuda.notes.clear()
     whole.start()
     assert cuda.notes == [
@@ -428,7 +428,7 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
         *beside("all_gather", "gather", 8)[1:],
     ]  # fmt: skip
     whole.finish()
-    expected = torch.arange(8.0).view(4, 2)[:2].repeat(2, 1) * 2  # both ranks have the same shard
+    expected = torch.arange(8.0).view(4, 2)[:2].repeat(2, 1) * 2  # both ranks hold the same shard
     if isinstance(layout, PerParameter):
         assert torch.equal(whole.params[0], expected)
 

@@ -1,4 +1,4 @@
-"""What the pages for users consist of; that their programs run is tested on ranks."""
+"""The pages for users: differences with tests, concepts with pictures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.kit.docs import anchors
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]
-# matplotlib draws the one of docs/scale.md, which is no concept.
+# The picture of docs/scale.md is drawn by matplotlib, and is not a concept's.
 PICTURES = [
     one for one in sorted((ROOT / "docs" / "pictures").glob("*.svg")) if one.name != "scale.svg"
 ]
@@ -52,7 +52,7 @@ def test_sections_that_a_page_points_to_are_there(page: Path) -> None:
 
 
 def test_each_difference_has_its_test() -> None:
-    """Every line of the first three sections names tests, and they exist."""
+    """Every item of the first three sections names tests, and all named tests exist."""
     page = (ROOT / "docs" / "differences.md").read_text()
     _, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
     listed = [
@@ -73,7 +73,7 @@ def test_each_concept_has_one_picture() -> None:
         section.splitlines()[0]: re.findall(r"!\[[^]]+\]\(pictures/([\w-]+\.svg)\)", section)
         for section in sections
     }
-    assert pictures.pop("Other words") == []  # a glossary
+    assert pictures.pop("Other words") == []  # a glossary has no picture
     assert list(pictures) == CONCEPTS
     shown = [name for names in pictures.values() for name in names]
     assert sorted(shown) == [picture.name for picture in PICTURES]
@@ -82,7 +82,7 @@ def test_each_concept_has_one_picture() -> None:
 
 @each_picture
 def test_a_picture_stands_on_a_ground_of_its_own(picture: Path) -> None:
-    """It is read on light and on dark pages, and loads nothing."""
+    """A picture has an opaque background, for light and dark pages, and loads nothing."""
     svg = ElementTree.parse(picture).getroot()
     assert svg.tag == SVG + "svg" and svg.get("viewBox")
     assert svg.find(SVG + "title") is not None

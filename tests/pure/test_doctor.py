@@ -1,4 +1,4 @@
-"""``fullshard doctor``: each finding, facts and reasons for wires, from made-up facts."""
+"""``fullshard doctor``: findings, printed facts and reasons for transports, from made-up facts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ del CPU_BUILD[0].versions["cuda"]
 
 NCCL2 = {**a_rank().versions, "nccl backend": "nccl2"}
 
-# name, ranks where it is found, what is said, ranks where it is not although they are close
+# Name: ranks with the finding, a part of its text, and similar ranks without the finding.
 CASES: dict[str, tuple[list[Facts], str, list[Facts]]] = {
     "half_launched": (without_variable("WORLD_SIZE"), "but not WORLD_SIZE", [a_rank()]),
     "loopback_master": (
@@ -181,7 +181,7 @@ def test_facts_survive_the_way_through_json() -> None:
 
 
 def test_ranks_need_one_nccl() -> None:
-    """PyTorch 2.15 has two under this name, which do not connect to each other."""
+    """PyTorch 2.15 has two backends for "nccl", which cannot connect to each other."""
     other = replace(a_rank(1), versions=NCCL2 | {"nccl backend": "nccl"})
     found = findings_of([replace(a_rank(0), versions=NCCL2), other])
     assert [one.name for one in found] == ["versions_differ"]
@@ -247,7 +247,7 @@ def test_the_smallest_limit_of_memory_counts(
     assert memory_limit(own, tmp_path / "root") == limit
 
 
-# Wires
+# Transports.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``fullshard doctor``: what is made of measurements: links, slow parts, the hardware file."""
+"""``fullshard doctor`` on measurements: links, slow ranks, and the hardware file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every exception that fullshard raises on purpose comes from its own tree."""
+"""Every exception that fullshard raises on purpose is one of ``fullshard.errors``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BUILTIN = {
     if isinstance(value, type) and issubclass(value, BaseException)
 }
 
-LOOKUP = "__getattr__"  # of a module
+LOOKUP = "__getattr__"  # the function of a module
 
 
 def raised_builtins(text: str) -> list[str]:
-    """Lines that raise a builtin exception by name, but for what ``__getattr__`` has to raise."""
+    """Return lines that raise builtin exceptions; AttributeError in ``__getattr__`` is allowed."""
     found = []
     tree = ast.parse(text)
     lookups = [own for own in tree.body if isinstance(own, ast.FunctionDef) and own.name == LOOKUP]

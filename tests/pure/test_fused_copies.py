@@ -1,4 +1,4 @@
-"""Copies that a device makes in one kernel: the numbers, and that they are those of a CPU."""
+"""Copies that a device makes in one kernel give the numbers of the CPU."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def filled(
     reduced = Reduced(numbers, spec, names, StorageMeter())
     buffer = reduced.input(dtype, CPU)
     assert isinstance(buffer, ReduceInput)
-    buffer.fill(grads)  # what it leaves behind is nobody's any more
+    buffer.fill(grads)  # the next fill must not depend on this one
     buffer.free()
     buffer._buffer.allocate()
     buffer._buffer.tensor.fill_(torch.nan)
@@ -113,7 +113,7 @@ def filled(
         kept.as_strided(*where).copy_(full.as_strided(*where))
     flags = slice(spec.layout.shard_numel, spec.layout.shard_numel + len(names))
     kept[:, flags] = full[:, flags]
-    if wire.has_blocks:  # what is in between would be in the scale of a block
+    if wire.has_blocks:  # padding would affect the scale of its block
         between = full[:, : spec.layout.shard_numel], kept[:, : spec.layout.shard_numel]
         assert torch.equal(*between)
     return kept
@@ -149,7 +149,7 @@ def test_gradients_are_laid_out_as_on_a_cpu(
         grad = torch.randn(SHAPES[i], generator=generator)
         grad = grad.to(dtypes.get(came, (torch.bfloat16, torch.float32)[i % 2]))
         if i == 7:
-            grad = grad.t().contiguous().t()  # dense, but not in order
+            grad = grad.t().contiguous().t()  # dense, but not contiguous
         grads.append(None if i in missing else grad)
     expected = filled(layout, grads, numbers, torch.float32)
     with mock.patch.object(_device, "fuses_copies", lambda device: True):
@@ -160,7 +160,7 @@ def test_gradients_are_laid_out_as_on_a_cpu(
 @pytest.mark.parametrize("world", [2, 8, 1024, 1500])
 @pytest.mark.parametrize("averages", [True, False])
 def test_means_in_fp16_lose_no_small_numbers(world: int, averages: bool) -> None:
-    """NCCL's own mean divides first: 1e-5 over 1,024 ranks is less than fp16 has."""
+    """NCCL's own mean divides first, and 1e-5 / 1,024 underflows in fp16."""
     values = torch.full((4,), 1e-5, dtype=torch.float16)
     expected = values.float()
     op, divisor = begun(values, world, averages=averages)

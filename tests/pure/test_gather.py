@@ -1,4 +1,4 @@
-"""What is gathered in place and what by way of a staging buffer: together, every element once."""
+"""In-place gathers and staged gathers together give every element exactly once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pure.layout_model import PADDING, Buffer, elements, layouts, scatter,
 
 
 def gathered(layout: Layout, min_numel: int) -> Buffer:
-    """The unsharded buffer, as the plan fills it."""
+    """Return the unsharded buffer that a gather plan fills."""
     plan = plan_gather(layout, min_numel=min_numel)
     shards = scatter(layout, values(layout))
     unsharded: Buffer = [PADDING] * layout.unsharded_numel
@@ -70,7 +70,7 @@ def test_the_ragged_layout_is_gathered_in_place_as_a_whole() -> None:
 
 
 def gathered_alone(layout: Layout, param: int) -> Buffer:
-    """One parameter, from slices that lie alike or from each rank's own interval."""
+    """Return one parameter, from equal slices of the shards, or else from each rank's segment."""
     shards, numel = scatter(layout, values(layout)), layout.params[param].numel
     plan = plan_param_gather(layout, param)
     if plan is None:

@@ -1,4 +1,4 @@
-"""Process groups made like others, with stand-ins for NCCL's, which a CPU build lacks."""
+"""New process groups copy the options of others; stand-ins replace NCCL, which CPU builds lack."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fullshard.comm.ledger import ledger_of
 
 
 class Options:
-    """ProcessGroupNCCL's before 2.15, as far as anybody sets them."""
+    """A stand-in for NCCL's options before 2.15."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -34,7 +34,7 @@ class Options:
 
 
 class LaterOptions(Options):
-    """NCCL options since 2.15."""
+    """A stand-in for NCCL's options since 2.15."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         super().__init__(is_high_priority_stream)
@@ -42,7 +42,7 @@ class LaterOptions(Options):
 
 
 class Backend:
-    """An NCCL backend, to be aborted by one thread at a time."""
+    """A stand-in for an NCCL backend, which counts simultaneous aborts."""
 
     def __init__(self, name: str, options: Options, *, fails: bool = False) -> None:
         self.options = options
@@ -65,7 +65,7 @@ class Backend:
 
 
 class Group:
-    """A process group of such a backend; hashable and weakly referenced, as PyTorch's."""
+    """A stand-in for a process group; hashable and weakly referenceable, as PyTorch's."""
 
     def __init__(self, backend: Any, kinds: Sequence[str] = ("cuda",)) -> None:
         self._device_types = [torch.device(kind) for kind in kinds]
@@ -81,13 +81,13 @@ def group_of(backend: Any, kinds: Sequence[str] = ("cuda",)) -> Any:
 
 
 LEGACY = [("nccl", Options), ("nccl2", Options), ("nccl", LaterOptions)]
-"""Before 2.15; 2.14's ``nccl2``; and since 2.15 TORCH_DIST_USE_NCCL2=0, or "nccl-legacy"."""
+"""Before 2.15; ``nccl2`` of 2.14; and since 2.15 TORCH_DIST_USE_NCCL2=0, or "nccl-legacy"."""
 
 LATER = [("nccl2", LaterOptions), ("nccl-lazy", LaterOptions)]
 
 
 def made_like(group: Any, monkeypatch: pytest.MonkeyPatch, device_type: str) -> dict[str, Any]:
-    """Return what PyTorch is asked for, and what the default group was bound to meanwhile."""
+    """Return the arguments of ``new_group``, and the device of the default group meanwhile."""
     asked: dict[str, Any] = {}
     world = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
 
@@ -115,7 +115,7 @@ def test_a_group_like_another_has_its_options(
 ) -> None:
     options = kind(is_high_priority_stream=True)
     options.config, options._timeout = "ctas 16", timedelta(seconds=7)
-    options.split_from = "the default group"  # as a DeviceMesh makes them
+    options.split_from = "the default group"  # a DeviceMesh sets it
     backend: Any = Backend(name, options)
     if is_wrapped:
         backend = SimpleNamespace(options=options, name=lambda: "wrapper", wrapped_pg=backend)
@@ -131,9 +131,9 @@ def test_a_group_like_another_has_its_options(
 def test_a_new_group_connects_later_on_the_device_of_the_default_group(
     monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Options]
 ) -> None:
-    """``nccl2`` would take the device with the number LOCAL_RANK, and connect at once."""
+    """Otherwise ``nccl2`` would take device number LOCAL_RANK, and connect at once."""
     asked = made_like(group_of(Backend(name, kind())), monkeypatch, "cuda")
-    if (name, kind) in LEGACY:  # it takes the device of the first tensors, and connects then
+    if (name, kind) in LEGACY:  # connects on first use, on the device of the tensors
         assert asked["bound"] is None and not getattr(asked["pg_options"], "lazy_init", False)
     else:
         assert asked["bound"] == torch.device("cuda", 3) and asked["pg_options"].lazy_init
@@ -155,7 +155,7 @@ def test_a_later_default_group_keeps_how_it_connects() -> None:
 
 @contextmanager
 def alone(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> Iterator[Any]:
-    """A default group with gloo, and another that GPUs have."""
+    """Make a gloo default group, and one that serves GPUs only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     own = dist.group.WORLD
     group = group_of(backend)
@@ -170,12 +170,12 @@ def alone(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> Iterator[Any]:
 
 
 def test_a_group_is_aborted_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault begins aborts in threads; then the rank leaves the job."""
+    """A fault starts aborts in threads, and leaving the job aborts again."""
     backend = Backend("nccl2", LaterOptions())
     plain = c10d._abort_process_group
 
     def aborted() -> None:
-        backend.abort()  # as PyTorch does with each group
+        backend.abort()  # PyTorch does this for each group
         plain()
 
     monkeypatch.setattr(c10d, "_abort_process_group", aborted)
@@ -240,7 +240,7 @@ def test_a_default_group_is_made_for_the_current_device(
 
 def test_a_group_serves_the_device_that_it_is_bound_to() -> None:
     group = group_of(Backend("nccl2", LaterOptions()))
-    group.bound_device_id = torch.device("cuda", 3)  # and the program has set no device
+    group.bound_device_id = torch.device("cuda", 3)  # the program has set no current device
     assert mesh.served_by(group, torch.device("cpu")) == torch.device("cuda", 3)
 
 
@@ -250,7 +250,7 @@ def test_other_backends_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_group_that_serves_gpus_alone_can_be_used() -> None:
-    """As torchrun's programs make it by ``init_process_group("nccl")``; the CPU has no backend."""
+    """``init_process_group("nccl")`` makes such a group, without a backend for the CPU."""
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Signs of life of real processes, and what the host says of those that give none."""
+"""Heartbeats of real processes, and the state of silent ones as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_process_that_cannot_be_looked_at_is_not_dead(
 
     def refused(path: Path, *args: Any) -> str:
         if path.name == "stat":
-            raise OSError(code, os.strerror(code))  # of the subclass that belongs to it
+            raise OSError(code, os.strerror(code))  # Python picks the subclass for the code
         return read(path, *args)
 
     monkeypatch.setattr(Path, "read_text", refused)
@@ -108,7 +108,7 @@ def test_no_file_descriptor_is_left(other: Other) -> None:
 
 
 def test_a_namespace_without_its_own_proc() -> None:
-    """There ``os.getpid`` is 1 or 2, and these are others' in the host's ``/proc``."""
+    """In such a namespace ``os.getpid`` is 1 or 2, numbers of other processes in ``/proc``."""
     tried = subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, text=True)
     if tried.returncode:
         pytest.skip(f"NOT TESTED: no namespace of processes: {tried.stderr.strip()}")
@@ -138,7 +138,7 @@ def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_lives_is_never_lost_for_its_silence(
     other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python code cannot give signs while C code holds the global lock."""
+    """A process sends no heartbeat while C code holds the GIL."""
     process, sign = other
     monkeypatch.setenv("FULLSHARD_PATIENCE_S", "0.01")
     monkeypatch.setattr("fullshard.comm.liveness.BEAT_S", 0.1)

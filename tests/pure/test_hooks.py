@@ -1,4 +1,4 @@
-"""Module hooks, as far as they need no process group."""
+"""Module hooks, as far as they work without a process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.frontend.hooks import _ForwardHooks
 
 
 class Copies(TorchDispatchMode):
-    """Whether each copy to another device lets the host go on."""
+    """Records for each copy to another device whether it is non-blocking."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_inputs_are_read_when_the_forward_begins() -> None:
-    """A loader may refill a pinned batch right after the call."""
+    """The copy blocks, because a data loader may refill a pinned batch right after the call."""
     unit: Any = SimpleNamespace(device=torch.device("meta"))
     hooks = _ForwardHooks(unit, 0, MixedPrecisionPolicy())
     with Copies() as copies:

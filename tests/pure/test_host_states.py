@@ -1,4 +1,4 @@
-"""State in host memory: which, how much of it is on the device, and who waits for it."""
+"""Optimizer state in host memory: which state, its peak on the device, and waits of the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fullshard.optim.host import fewest
 from tests.kit.owned import Restless
 from tests.pure.buffers import neighbours, parameters
 
-NBYTES = 22 * 8 * 2  # the state of Adam of a run, padding included
+NBYTES = 22 * 8 * 2  # Adam's state of a run, with padding
 
 
 def flat(those: list[list[nn.Parameter]]) -> list[nn.Parameter]:
@@ -31,7 +31,7 @@ def flat(those: list[list[nn.Parameter]]) -> list[nn.Parameter]:
 
 
 class Sets:
-    """Parameters in several buffers, hosted, and the same ones of the optimizer itself."""
+    """Equal parameters twice: of an optimizer with host state, and of its plain class."""
 
     def __init__(
         self, fraction: float, cls: type[Optimizer] = Adam, num: int = 4, **kwargs: Any
@@ -67,7 +67,7 @@ class Sets:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts copies between memory of ``host_tensor`` and other memory, and what of that lives."""
+    """Counts copies between host state and other memory, and the peak of the copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_what_steps_may_change_from_step_to_step() -> None:
 
 
 class Marks(Lanes):
-    """Counts how often the host waits."""
+    """Counts waits of the host."""
 
     num_waits = 0
 
@@ -185,14 +185,14 @@ def test_the_host_waits_when_it_reads_and_not_before() -> None:
         assert Marks.num_waits == 1
         sets.check()
         assert Marks.num_waits == 1
-        sets.step(5, without=(2,))  # reads state
-        assert Marks.num_waits == 1  # of which nothing was under way
+        sets.step(5, without=(2,))  # a parameter without a gradient makes it read state
+        assert Marks.num_waits == 1  # no copy was under way
         sets.step(6, without=(2, 3))
         assert Marks.num_waits == 2
 
 
 class Fragile(AdamW):
-    """Raises in one of its calls, before it steps."""
+    """Raises in one of its steps, before any change."""
 
     calls, fails_at = 0, -1
 
@@ -206,7 +206,7 @@ class Fragile(AdamW):
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_step_that_raises_leaves_state_that_goes_on(at: int, before: int) -> None:
-    """What was stepped before stays stepped, as if the rest had had no gradients."""
+    """Runs that stepped before the error keep their step, as if the rest had no gradients."""
     sets = Sets(0.5, Fragile)
     sets.expected = AdamW(flat(sets.its))
     for seed in range(before):
@@ -216,7 +216,7 @@ def test_a_step_that_raises_leaves_state_that_goes_on(at: int, before: int) -> N
     with pytest.raises(ArithmeticError):
         sets.optimizer.step()
     Fragile.fails_at = -1
-    # First what stays (buffers 2 and 3), then 0, then 1.
+    # Device state (buffers 2 and 3) is stepped first, then buffer 0, then 1.
     done = {1: (), 2: (2, 3), 3: (2, 3, 0)}[at]
     for number, params in enumerate(sets.its):
         for param in params if number not in done else ():
@@ -239,7 +239,7 @@ def test_state_edited_and_assigned_by_hand_is_used() -> None:
 
 
 def test_loaded_state_does_not_pass_the_device() -> None:
-    """What is loaded is not cast to the device of the parameter, only to its dtype."""
+    """Loaded state is cast to the dtype of the parameter, but not moved to its device."""
     sets = Sets(0.5)
     sets.step(0)
     saved = sets.expected.state_dict()
@@ -254,7 +254,7 @@ def test_loaded_state_does_not_pass_the_device() -> None:
 
     with patch.object(Optimizer, "_process_value_according_to_param_policy", process):
         sets.optimizer.load_state_dict(saved)
-    assert set(seen) == {-1, *range(8, 16)}  # those of buffers 2 and 3, which stay on the device
+    assert set(seen) == {-1, *range(8, 16)}  # the device state of buffers 2 and 3
     sets.expected.load_state_dict(saved)
     for seed in (1, 2):
         sets.step(seed)
@@ -269,8 +269,8 @@ def test_loaded_state_does_not_pass_the_device() -> None:
         ([], 1.0, []),
         ([4, 4, 4, 4], 0.5, [0, 1]),
         ([4, 4, 4, 4], 0.51, [0, 1, 2]),
-        ([9, 1, 1, 1], 0.2, [1, 2, 3]),  # the large one would need room on the device
-        ([1, 9, 9, 1], 0.4, [1]),  # and none needlessly
+        ([9, 1, 1, 1], 0.2, [1, 2, 3]),  # 9 is enough, but needs more memory on the device
+        ([1, 9, 9, 1], 0.4, [1]),  # no more than needed
         ([3, 5], 1.0, [0, 1]),
         ([3, 0], 1.0, [0]),
         ([3, 5], 0.0, []),

@@ -1,4 +1,4 @@
-"""The package keeps to the import rules, and each rule is seen to fail on lines that break it."""
+"""The package keeps the import rules, and each rule finds a violation in a made-up file."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_files_keep_to_their_budget() -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    """Private ones may; ``compat`` has classes that stand for PyTorch's."""
+    """Private classes are exempt, and so is ``compat``, whose classes replace PyTorch's."""
     names = Counter(
         node.name
         for path in (Path(__file__).parents[2] / "src").rglob("*.py")

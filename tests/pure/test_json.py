@@ -1,4 +1,4 @@
-"""What ``--json`` prints, against the tables of docs/json.md."""
+"""The output of ``--json`` has the keys and types in the tables of docs/json.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPES = {
 
 
 def tables() -> dict[str, list[tuple[str, str]]]:
-    """The keys of each command with their types."""
+    """Return the keys and types of each command."""
     found: dict[str, list[tuple[str, str]]] = {}
     for section in PAGE.read_text().split("\n## fullshard ")[1:]:
         name, _, text = section.partition("\n")
@@ -48,7 +48,7 @@ def tables() -> dict[str, list[tuple[str, str]]]:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in ``value``, each with its path; empty lists and dictionaries have none."""
+    """Yield the values inside ``value`` with their paths; empty containers have no values."""
     if isinstance(value, dict):
         for key, one in value.items():
             yield from leaves(one, f"{path}\0{key}")
@@ -139,6 +139,6 @@ def test_checkpoint(name: str, run: Path, capsys: pytest.CaptureFixture[str]) ->
     arguments = {"list": [run], "inspect": [one], "verify": [run], "diff": [one, two]}[name]
     main(["checkpoint", name, *map(str, arguments), "--json"])
     found = json.loads(capsys.readouterr().out)
-    if name == "inspect":  # no tensor of one rank has placements
+    if name == "inspect":  # on one rank no tensor has placements
         found["tensors"]["model/weight"]["placements"] = [repr(Shard(0))]
     check(f"checkpoint {name}", found)

@@ -1,4 +1,4 @@
-"""Method calls and later changes that are refused, in words and without harm."""
+"""Refused method calls and late changes explain themselves, and change nothing."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_meta_parameters_are_named_when_they_are_needed(call: str) -> None:
     train_once(model)
 
 
-# parameters replaced after sharding
+# Parameters replaced after sharding.
 
 
 def other_mesh(param: DTensor) -> nn.Parameter:

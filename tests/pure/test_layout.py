@@ -1,4 +1,4 @@
-"""Layouts against brute force: lists with every element, and torch.chunk."""
+"""Layouts equal a brute-force model, with lists of every element, and torch.chunk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ W = ParamSpec("w", (5, 2))
 B = ParamSpec("b", (5,))
 
 
-# What both kinds of layout have in common
+# Properties of both kinds of layout.
 
 
 @given(layouts())
@@ -85,7 +85,7 @@ def test_copies_carry_each_element_between_shards_and_parameters(
     for copy in layout.copies(row):
         assert 1 <= len(copy.sizes) <= 3 and copy.param_strides[-1] == copy.staging_strides[-1] == 1
         for place, staged in elements(copy):
-            assert gathered[copy.param][place] is PADDING  # copied once
+            assert gathered[copy.param][place] is PADDING  # copied only once
             gathered[copy.param][place] = staging[staged]
     assert gathered == params
 
@@ -120,7 +120,7 @@ def test_a_layout_is_a_value(
     strategy: LayoutStrategy, params: list[ParamSpec], world: int, align: int
 ) -> None:
     layout, again = (strategy.build(params, world, align) for _ in range(2))
-    layout.segments_of(0)  # what a layout remembers is no part of its value
+    layout.segments_of(0)  # cached segments are not part of the value
     assert layout == again and hash(layout) == hash(again)
     assert str(layout) == str(again) and repr(layout) == repr(again)
     assert pickle.loads(pickle.dumps(layout)) == layout
@@ -280,7 +280,7 @@ def test_ragged_takes_a_parameter_without_dims() -> None:
     assert [layout.local_shape(rank, 0) for rank in range(2)] == [(1,), (0,)]
 
 
-# Refusals and text
+# Refusals and text.
 
 
 @pytest.mark.parametrize("strategy", [PerParameter(), *RAGGED])

@@ -1,4 +1,4 @@
-"""What the granularities of `Ragged` mean."""
+"""The meaning of the granularities of `Ragged`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.pure.layout_model import PADDING, scatter, starts_of_pieces, values
 
 
 def drawn(layout: Layout, names: str) -> str:
-    """Shards with elements in them, as the docstring of `Ragged` draws them."""
+    """Draw the elements of shards as the docstring of `Ragged` does."""
     shards = scatter(layout, values(layout))
     return " | ".join(
         " ".join(
@@ -68,10 +68,10 @@ def test_what_may_be_cut_fills_the_room_beside_what_may_not() -> None:
     ragged = Ragged(lambda spec: "tensor" if spec.ndim == 2 else "element")
     layout = ragged.build(params, 2, 1)
     assert layout.padding_numel == 0 and layout.shard_numel == 61
-    assert starts_of_pieces(layout, 0) == [0, 19]  # between two matrices on either side
+    assert starts_of_pieces(layout, 0) == [0, 19]  # both halves beside two whole matrices
 
 
-# Refusals
+# Refusals.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""No layout that breaks an invariant can be made."""
+"""A layout that breaks an invariant cannot be constructed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUT = PerParameter().build(PARAMS, 2, 4)
 
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[Layout, dict[str, Any]]:
-    """A layout, and a change to one integer of it."""
+    """Draw a layout, and a change of one of its integers."""
     layout = draw(layouts().filter(lambda layout: layout.params))
     by = draw(st.sampled_from([-7, -2, -1, 1, 2, 7]))
     field = draw(
@@ -115,7 +115,7 @@ def test_a_broken_layout_is_refused_with_the_reason(change: dict[str, Any], mess
 
 
 def test_overlaps_are_found_on_ranks_that_open_no_segment() -> None:
-    """The second parameter begins on rank 2 where the first, open since rank 0, still lies."""
+    """On rank 2, the second parameter begins inside the first, which began on rank 0."""
     params = [ParamSpec("a", (16,)), ParamSpec("b", (4,))]
     layout = Ragged().build(params, 4, 1)
     held = PerParameter().build([params[0]], 4, 1).bands[0]

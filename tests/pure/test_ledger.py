@@ -1,4 +1,4 @@
-"""What a ledger is compared with: those of the same job."""
+"""The ledger of collectives: eras, waits, faults and device marks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fullshard.watch.watcher import _group
 
 
 class Fails:
-    """A collective that cannot be waited for, and would never end if that were tried again."""
+    """A collective whose wait raises, and would hang if called again."""
 
     def __init__(self) -> None:
         self.num_waits = 0
@@ -65,7 +65,7 @@ class Point:
 
 
 def test_a_wait_of_a_device_counts_from_when_it_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host may be ahead by any time; while its device goes on, nobody waits."""
+    """While the device makes progress, a wait starts when the ledger first sees it."""
     at_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: at_s[0])
     points = [Point() for _ in range(3)]
@@ -74,7 +74,7 @@ def test_a_wait_of_a_device_counts_from_when_it_was_seen(monkeypatch: pytest.Mon
         for point in points:
             ledger.issue("gather", "", 8, Done, lambda point=point: point)
         at_s[0] = 104.0
-        assert ledger.wait(5.0) is None  # too early to ask the device
+        assert ledger.wait(5.0) is None  # the device is not queried yet
         at_s[0] = 110.0
         assert ledger.wait(5.0) == Wait((0, "gather", "", 8), 110.0, on_device=True)
         points[0].is_passed = True
@@ -88,7 +88,7 @@ def test_a_wait_of_a_device_counts_from_when_it_was_seen(monkeypatch: pytest.Mon
 
 
 def test_who_goes_on_alone_or_in_another_job_is_not_refused() -> None:
-    """It has none of the groups that the fault has ended."""
+    """Such a rank uses none of the aborted groups."""
     with job() as group:
         ledger = ledger_of(group)
         ledger.aborts = lambda: None
@@ -112,7 +112,7 @@ def test_who_goes_on_alone_or_in_another_job_is_not_refused() -> None:
 def test_what_cannot_be_marked_is_not_watched() -> None:
     with job() as group:
         ledger = ledger_of(group)
-        ledger.issue("gather", "", 8, Done, lambda: None)  # in the capture of a graph
+        ledger.issue("gather", "", 8, Done, lambda: None)  # a graph capture allows no mark
         assert ledger.wait() is None
 
 
@@ -136,7 +136,7 @@ def test_what_a_dropped_step_still_issues_is_not_counted_in_the_next_era(
 
 
 def test_ranks_that_are_threads_leave_no_step_behind() -> None:
-    """One enters its step first and leaves it first, the other second."""
+    """One thread enters and leaves its step before the other does."""
     barrier = threading.Barrier(2)
     left: list[object] = []
 
@@ -189,7 +189,7 @@ def test_a_host_that_waits_to_start_a_collective_is_seen() -> None:
 
 
 def test_a_fault_that_comes_before_the_wait_ends_it() -> None:
-    """The era may end between a look at it and the wait; who waits is seen before it looks."""
+    """A fault may come between the check for it and the wait, so the waiter registers first."""
     with job() as group:
         ledger = ledger_of(group)
         pending = ledger.issue("gather", "", 8, Never)
@@ -228,7 +228,7 @@ def test_a_wait_that_failed_is_not_tried_again() -> None:
 
 @pytest.mark.parametrize("ahead", [40, 400])
 def test_the_oldest_that_a_device_has_not_done_is_named(ahead: int) -> None:
-    """However far the host is ahead of it, the first that hangs is what the device waits for."""
+    """The oldest unfinished collective is reported, however far the host is ahead."""
     points = [Point() for _ in range(ahead)]
     with job() as group:
         ledger = ledger_of(group)
@@ -243,7 +243,7 @@ def test_the_oldest_that_a_device_has_not_done_is_named(ahead: int) -> None:
 
 
 def test_marks_that_a_device_has_passed_are_not_kept() -> None:
-    """Nobody may look at a ledger for hours."""
+    """The ledger frees them even if no watch reads it for hours."""
     passed: list[Point] = []
     with job() as group:
         ledger = ledger_of(group)
@@ -277,7 +277,7 @@ def test_a_host_that_waits_for_an_old_collective_names_it() -> None:
 
 
 class Shows:
-    """A collective that takes note of what is said of the ledger while it is waited for."""
+    """A collective that records the ledger's status while it is waited for."""
 
     said: GroupStatus
 
@@ -292,20 +292,20 @@ class Shows:
 
 
 class Driver:
-    """CUDA as far as captures go: a query in the wrong mode makes every capture invalid."""
+    """A model of CUDA graph captures: a query in the wrong mode invalidates all captures."""
 
     def __init__(self) -> None:
         self.mode = threading.local()
         self.is_invalid = False
 
     def exchange(self, mode: Any) -> int:
-        """Exchange the mode of the calling thread, 0 (global) to begin with."""
+        """Exchange the mode of the calling thread; the initial mode is 0 (global)."""
         given = mode._obj
         given.value, self.mode.now = getattr(self.mode, "now", 0), given.value
         return 0
 
     def query(self) -> bool:
-        """Answer for a mark, while another thread captures."""
+        """Query a mark while another thread captures."""
         self.is_invalid |= getattr(self.mode, "now", 0) == 0
         return False
 
@@ -317,14 +317,14 @@ def test_devices_are_asked_in_a_mode_that_leaves_captures_alone(
     monkeypatch.setattr(_device, "_exchange_of_capture_modes", lambda: driver.exchange)
     with job() as group:
         ledger = ledger_of(group)
-        for _ in range(2 * KEPT):  # so many that the host asks, too
+        for _ in range(2 * KEPT):  # enough for the host thread to query too
             ledger.issue("gather", "", 8, Done, lambda: driver)
         watch = threading.Thread(target=ledger.wait)
         watch.start()
         watch.join()
         assert ledger.wait() is not None
     assert not driver.is_invalid
-    driver.query()  # in the mode that this thread has had before
+    driver.query()  # each thread has its old mode again
     assert driver.is_invalid
 
 

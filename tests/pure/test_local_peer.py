@@ -1,4 +1,4 @@
-"""Records that cannot be sent: both ends learn it."""
+"""A record that cannot be sent fails on both ends; closed connections end at once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fullshard.comm.memory import LentMemory, Memory
 from fullshard.errors import LostRankError
 
 LARGE = Record(0, 0, 0, 0, (), "x" * 8_000_000).packed()
-"""More than a socket takes."""
+"""More bytes than a socket buffers."""
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[LocalPeer, socket.socket]]:
-    """A peer, and the socket of the rank at its other end."""
+    """Yield a peer, and the socket at its other end."""
     own, other = socket.socketpair()
     other.settimeout(10)
     peer = LocalPeer(1, own, LentMemory(Memory().opened_for_reading()), 30.0)
@@ -74,10 +74,10 @@ def test_a_thread_that_fails(
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """A child that does nothing, forked from this process, for the block."""
+    """Keep an idle child process, forked from this one, during the block."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other tests may leave threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # other tests may leave threads running
         pid = os.fork()
     if pid == 0:
         os.close(writing)
@@ -94,7 +94,7 @@ def forked() -> Iterator[None]:
 def test_children_do_not_keep_the_connections_of_a_host(
     ends: tuple[LocalPeer, socket.socket],
 ) -> None:
-    """Workers of a DataLoader outlive a rank that is killed, whose end the others wait to see."""
+    """DataLoader workers outlive a killed rank, and must not hide its end from other ranks."""
     peer, other = ends
     with forked():
         peer.close()

@@ -1,4 +1,4 @@
-"""The rule that tells what Muon steps, and ``Muon`` on a model that is not sharded."""
+"""The rule that assigns parameters to Muon or AdamW, and ``Muon`` on an unsharded model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chosen(model: nn.Module, **options: Any) -> dict[str, str]:
 @pytest.mark.parametrize("head", ["decoder", "lm_head", "output", "classifier"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_default_rule(head: str, tied: bool) -> None:
-    """Heads by name or width, tied ones too; a layer as wide, in a numbered block, is none."""
+    """Heads are found by name or width, even if tied; equally wide layers in blocks are none."""
     found = chosen(Model(head, tied=tied))
     assert {name for name, algorithm in found.items() if algorithm == "muon"} == BY_MUON
 
@@ -58,7 +58,7 @@ def layers(*sizes: int) -> list[nn.Module]:
 
 
 def by_adamw(model: nn.Module) -> set[str]:
-    """The matrices that AdamW steps."""
+    """Return the names of the matrices that AdamW steps."""
     rule = Muon(model).rule
     return {one.names[0] for one in rule if len(one.shape) > 1 and one.algorithm == "adamw"}
 
@@ -123,7 +123,7 @@ def test_a_model_without_known_ends_is_told_once_what_muon_steps(
     matrices = [name for name, param in model.named_parameters() if param.dim() > 1]
     assert f"so it steps {', '.join(matrices)}. " in str(warned.message)
     assert all(one.algorithm == "muon" for one in optimizer.rule if len(one.shape) > 1)
-    Muon(model, rule={matrices[-1]: "adamw"})  # an answer, and no warning
+    Muon(model, rule={matrices[-1]: "adamw"})  # an explicit rule gives no warning
     Muon(model, rule=dict.fromkeys(matrices, "muon"))
 
 
@@ -143,7 +143,7 @@ def test_it_prints_what_it_chose_and_why() -> None:
 
 
 def test_answers_by_pattern() -> None:
-    """The first that fits counts; options make groups; tied names count as well."""
+    """The first matching pattern counts; options make groups; tied names match too."""
     rule = {
         "layers.2.*": "adamw",
         "layers.*.weight": {"lr": 0.5, "blocks": 2},
@@ -163,7 +163,7 @@ def test_answers_by_pattern() -> None:
 
 
 def test_a_function_as_rule() -> None:
-    """It sees whole shapes and modules, and may leave the choice open."""
+    """The function gets full shapes and modules, and may return None for the default."""
     seen = {}
 
     def rule(name: str, info: ParamInfo) -> str | None:
@@ -206,7 +206,7 @@ def test_wrong_models() -> None:
     "options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01}]
 )
 def test_it_is_muon_and_adamw_of_torch(options: dict[str, Any]) -> None:
-    """Bit by bit, on a model that is not sharded, with a scheduler of both learning rates."""
+    """Bit-equal on an unsharded model, with a scheduler of both learning rates."""
     model = fill(Model(tied=True).double())
     other = copy.deepcopy(model)
     adamw = {"lr": 0.01, "betas": (0.8, 0.9), "foreach": False}
@@ -232,7 +232,7 @@ def test_it_is_muon_and_adamw_of_torch(options: dict[str, Any]) -> None:
 
 
 def test_state_dicts_and_copies_go_on_alike() -> None:
-    """One state dict of both kinds; deepcopy with the model; pickle of both."""
+    """Training continues equally after load_state_dict, deepcopy and pickle."""
     model = fill(Model().double())
     optimizer = Muon(model)
     for number in range(2):
@@ -241,7 +241,7 @@ def test_state_dicts_and_copies_go_on_alike() -> None:
     loaded = copy.deepcopy(model)
     resumed = Muon(loaded, lr=5.0)
     backward(loaded, 9)
-    resumed.step()  # what is loaded takes the place of this state
+    resumed.step()  # loading replaces this state
     loaded.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert resumed.param_groups[0]["lr"] == 1e-3
@@ -260,7 +260,7 @@ def test_state_dicts_and_copies_go_on_alike() -> None:
         kept, expected = its.state_dict(), optimizer.state_dict()
         assert list(kept["state"]) == list(expected["state"])
         for group, other in zip(kept["param_groups"], expected["param_groups"], strict=True):
-            assert group == {"differentiable": False, **other}  # which PyTorch adds
+            assert group == {"differentiable": False, **other}  # a key that PyTorch adds
         assert str(its.rule) == str(Muon(model).rule)
 
 

@@ -1,4 +1,4 @@
-"""Newton-Schulz of many matrices at once, and Muon on whole matrices."""
+"""Newton-Schulz of many matrices at once, and Muon on unsharded matrices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_many_are_what_torch_makes_of_each(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_many_are_bit_equal_to_one_in_any_dtype(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """With (3, 5) a product of several rounds otherwise on some processors; a trial finds out."""
+    """With (3, 5), some processors round batched products differently; a trial detects that."""
     given = matrices(shape)
     alone = [orthogonalise([one], dtype=dtype)[0] for one in given]
     assert all(map(torch.equal, orthogonalise(given, dtype=dtype), alone))
@@ -48,7 +48,7 @@ def test_many_are_bit_equal_to_one_in_any_dtype(shape: tuple[int, int], dtype: t
 
 @pytest.mark.parametrize("shape", [(16, 32), (48, 16)])
 def test_rare_roundings_are_found_by_the_trial(shape: tuple[int, int]) -> None:
-    """Some processors round one product of a hundred otherwise when two go through together."""
+    """Some processors round one of a hundred products differently when two are batched."""
     for seed in range(0, 800, 2):
         given = [noise(*shape, seed=seed), noise(*shape, seed=seed + 1)]
         expected = [_zeropower_via_newtonschulz(one, COEFFICIENTS, 5, 1e-7) for one in given]
@@ -56,7 +56,7 @@ def test_rare_roundings_are_found_by_the_trial(shape: tuple[int, int]) -> None:
 
 
 def test_singular_values_end_near_one() -> None:
-    """Of tall, wide and bf16 matrices alike; bf16 ones are not overwritten."""
+    """For tall and wide matrices, in fp64 and bf16; bf16 inputs are not overwritten."""
     for shape in ((40, 20), (20, 40)):
         for dtype in (torch.float64, torch.bfloat16):
             (one,) = [noise(*shape).to(dtype)]
@@ -86,7 +86,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "defaults")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_is_the_muon_of_torch(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Bit by bit, state too, with matrices of equal and of other shapes, and without gradients."""
+    """Bit-equal, state included, with equal and unequal shapes, and missing gradients."""
     shapes = [(8, 24), (16, 16), (8, 24), (24, 8), (16, 16), (5, 3)]
     mine, its = (
         [nn.Parameter(noise(*shape, seed=seed, dtype=dtype)) for seed, shape in enumerate(shapes)]
@@ -114,7 +114,7 @@ def test_it_is_the_muon_of_torch(options: dict[str, Any], dtype: torch.dtype) ->
 def test_parameters_of_more_dims_are_their_matrices(
     shape: tuple[int, ...], stacked: int, cut: tuple[int, int]
 ) -> None:
-    """A convolution is one matrix, a stack of experts one matrix each."""
+    """A convolution is one matrix; a stack of experts has one matrix per expert."""
     whole = nn.Parameter(noise(*shape))
     whole.grad = noise(*shape, seed=1)
     parts = [nn.Parameter(part.clone()) for part in matrices_of(whole.detach(), stacked)]
@@ -127,7 +127,7 @@ def test_parameters_of_more_dims_are_their_matrices(
 
 
 class Counts(TorchDispatchMode):
-    """How often each operation is called."""
+    """Counts the calls of each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_a_stack_of_experts_goes_through_one_product_at_a_time() -> None:
     optimizer = FullMuon(groups)
     assert [tuple(one.shape) for one in matrices_of(groups[0]["params"][0], 1)] == [(8, 8)] * 4
     groups[0]["params"][0].grad = noise(4, 8, 8, seed=1)
-    optimizer.step()  # the trial
+    optimizer.step()  # the first step runs the trial
     with Counts() as counts:
         optimizer.step()
     assert (counts.of["baddbmm"], counts.of["bmm"], counts.of["addmm"]) == (10, 5, 0)

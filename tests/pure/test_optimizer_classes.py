@@ -1,4 +1,4 @@
-"""Which optimizers may step on coalesced tensors, and what they refuse."""
+"""The optimizers that may step on coalesced tensors, and the refusal of others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def params() -> list[nn.Parameter]:
 
 
 class Shaped(Optimizer):
-    """Its steps are made by ``change(param, group)``; what is element-wise about them varies."""
+    """Subclasses override ``change(param, group)``, some of them element-wise."""
 
     def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -42,14 +42,14 @@ class Shaped(Optimizer):
 
 
 class ByNorm(Shaped):
-    """Like LARS and LAMB."""
+    """Divides by the norm of each gradient, as LARS and LAMB do."""
 
     def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         return param.grad / param.grad.norm()
 
 
 class ByGlobalNorm(Shaped):
-    """The same however its parameters are joined, but not if another rank has some of them."""
+    """Depends on all parameters, but not on how they are joined; on shards its norm is wrong."""
 
     def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         grads = [p.grad.norm() for g in self.param_groups for p in g["params"]]
@@ -57,14 +57,14 @@ class ByGlobalNorm(Shaped):
 
 
 class ByDims(Shaped):
-    """No decay on vectors, without saying so in groups."""
+    """Decays matrices only, by their dims instead of by group options."""
 
     def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         return param.grad + (0.1 * param if param.dim() > 1 else 0)
 
 
 class ByNormIfAsked(ByNorm):
-    """Muon and AdamW in one class, say."""
+    """Steps by norm in some groups, as a class with Muon and AdamW does."""
 
     def __init__(self, params: Any, by_norm: bool = False) -> None:
         super().__init__(params, by_norm=by_norm)
@@ -80,7 +80,7 @@ class ByNormAfterAWhile(ByNorm):
 
 
 class ByNormLater(ByNorm):
-    """Counts in the state, or in its groups, until it clips."""
+    """Steps by norm after some steps, which it counts in its state or in its groups."""
 
     def __init__(self, params: Any, after: int = 30, in_group: bool = False) -> None:
         super().__init__(params, after=after, in_group=in_group, count=0)
@@ -92,7 +92,7 @@ class ByNormLater(ByNorm):
 
 
 class Clipped(Shaped):
-    """Clips by the norm of each tensor."""
+    """Clips each tensor by its norm."""
 
     made = 0
 
@@ -119,7 +119,7 @@ REFUSED: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (ByNormLater, {"after": 5000, "in_group": True}),
     (Clipped, {"clip": 1.0}),
     (Clipped, {"clip": 1e4}),
-    (ByNorm, {"lr": 0.0}),  # until a scheduler warms it up
+    (ByNorm, {"lr": 0.0}),  # zero until a scheduler raises it
 ]
 
 
@@ -127,7 +127,7 @@ REFUSED: list[tuple[type[Optimizer], dict[str, Any]]] = [
 def test_what_looks_at_more_than_an_element_is_refused(
     cls: type[Optimizer], kwargs: dict[str, Any]
 ) -> None:
-    for _ in range(2):  # also when it was tried before
+    for _ in range(2):  # also after an earlier trial
         with pytest.raises(UnsupportedError, match=f"{cls.__name__}.*elementwise=True"):
             ShardedOptimizer(params(), cls, **kwargs)
     with pytest.raises(NotImplementedError):
@@ -158,7 +158,7 @@ def test_groups_that_differ_in_their_rates_share_a_trial() -> None:
         optimizer.step()
         schedule.step()
     optimizer.load_state_dict(optimizer.state_dict())
-    assert (made, Clipped.made - before) == (1, 1)  # the inner one, which steps
+    assert (made, Clipped.made - before) == (1, 1)  # only the inner optimizer that steps
 
 
 def test_a_user_may_vouch_for_a_class_or_against_it() -> None:
@@ -292,7 +292,7 @@ def test_state_with_one_value_for_any_parameter_is_known(cls: str) -> None:
 
 
 class Optax(Shaped):
-    """Has a moment that torch.optim calls what it has one value of, and a count of its own."""
+    """Its moment ``mu`` has the name of a scalar in torch.optim; its ``count`` is no name there."""
 
     def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         own = self.state[param]
@@ -302,14 +302,14 @@ class Optax(Shaped):
 
 
 class OfAnother(Optax):
-    """Nobody else can make one."""
+    """Is made from another optimizer, so no trial can make one."""
 
     def __init__(self, other: Optimizer) -> None:
         super().__init__([param for group in other.param_groups for param in group["params"]])
 
 
 class CountsIfLarge(Optax):
-    """Makes its count only with a large decay."""
+    """Keeps a count only with a large decay."""
 
     def __init__(self, params: Any, decay: float, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr, decay=decay)

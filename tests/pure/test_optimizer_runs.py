@@ -1,4 +1,4 @@
-"""Runs follow memory, whatever users do to it; and any kind of state is kept."""
+"""Runs follow the memory of parameters after any change of it, and keep any kind of state."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fullshard.tensors import cut_flat
 from tests.kit.owned import Restless
 from tests.pure.buffers import NUMELS, SHAPES, neighbours, parameters
 
-TIGHT = (0, 6, 10, 11)  # without padding
+TIGHT = (0, 6, 10, 11)  # starts without padding
 
 
 class Both:
-    """The same parameters twice: of a ShardedOptimizer, and of the optimizer itself."""
+    """Equal parameters twice: of a ShardedOptimizer, and of its plain class."""
 
     def __init__(self, cls: type[Optimizer] = Adam, **kwargs: Any) -> None:
         self.mine, self.its = parameters(neighbours(0)), parameters(neighbours(0))
@@ -31,7 +31,7 @@ class Both:
         self.expected = cls(self.its, **kwargs)
 
     def step(self, grads: Sequence[Tensor | None], *, num_runs: int) -> None:
-        """Step both, the other one on copies, and compare."""
+        """Step both, the plain one with copies of the gradients, and compare."""
         for param, other, grad in zip(self.mine, self.its, grads, strict=True):
             param.grad, other.grad = grad, None if grad is None else grad.clone()
         self.optimizer.step()
@@ -64,12 +64,12 @@ def test_gradients_that_lie_otherwise_split_a_run_as_long_as_they_do() -> None:
     both = Both()
     both.step(neighbours(1), num_runs=1)
     replaced = neighbours(2)
-    replaced[1] = replaced[1] * 3  # the buffer still holds something else
+    replaced[1] = replaced[1] * 3  # no longer in the buffer
     both.step(replaced, num_runs=3)
     both.step([grad * 2 for grad in neighbours(3)], num_runs=4)
     both.step([grad * 2 for grad in neighbours(4)], num_runs=4)
     both.step(neighbours(5), num_runs=1)
-    both.step(neighbours(6, starts=TIGHT), num_runs=3)  # two lie like their parameters
+    both.step(neighbours(6, starts=TIGHT), num_runs=3)  # two are adjacent, as their parameters are
     both.step(neighbours(7), num_runs=1)
     one, other = neighbours(8), neighbours(9)
     both.step([*one[:2], *other[2:]], num_runs=2)
@@ -79,12 +79,12 @@ def test_gradients_that_lie_otherwise_split_a_run_as_long_as_they_do() -> None:
     both.step(turned, num_runs=2)
     one_tensor = torch.cat([grad.flatten() for grad in neighbours(12)])
     parts = zip(one_tensor.split(NUMELS), SHAPES, strict=True)
-    both.step([part.view(shape) for part, shape in parts], num_runs=4)  # nobody has cut it
+    both.step([part.view(shape) for part, shape in parts], num_runs=4)  # not cut by ``cut_flat``
     both.step(neighbours(13), num_runs=1)
 
 
 def move(params: Sequence[nn.Parameter], starts: Sequence[int]) -> None:
-    """To another buffer, as ``.to()`` and loads do."""
+    """Move parameters to another buffer, as ``.to()`` and loading do."""
     for param, part in zip(params, neighbours(0, starts), strict=True):
         param.data = part.copy_(param.data)
         param.part = part
@@ -96,7 +96,7 @@ def test_parameters_that_moved_are_found() -> None:
     move(both.mine, TIGHT)
     both.step(neighbours(2, starts=TIGHT), num_runs=1)
     move(both.mine, (1, 8, 12, 16))
-    both.mine[1].data = both.mine[1].data.clone()  # the buffer still holds what it was
+    both.mine[1].data = both.mine[1].data.clone()  # no longer in the buffer
     both.step(neighbours(3, starts=(1, 8, 12, 16)), num_runs=3)
     move(both.mine, TIGHT)
     both.step(neighbours(4, starts=TIGHT), num_runs=1)
@@ -148,7 +148,7 @@ def test_another_parameter_in_the_place_of_one() -> None:
 @pytest.mark.parametrize("cls", [Restless, SGD, Adam, torch.optim.Rprop, torch.optim.Adagrad])
 def test_any_kind_of_state_is_kept(cls: type[Optimizer]) -> None:
     both = Both(cls)
-    buffer = neighbours(0)  # used again for each step's gradients, as the engine does
+    buffer = neighbours(0)  # reused for each step's gradients, as the engine does
     for seed in range(1, 9):
         for part, values in zip(buffer, neighbours(seed), strict=True):
             part.copy_(values)
@@ -209,7 +209,7 @@ def test_two_buffers_one_after_the_other_are_not_joined() -> None:
     halves = [_memory.own_storage(memory[:4]), _memory.own_storage(memory[4:])]
     parts = [part for half in halves for part in cut_flat(half, [(0, (2,)), (2, (2,))])]
     assert [part.tolist() for part in coalesced(parts)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    swapped = [*parts[2:], *parts[:2]]  # the order is theirs, not that of memory
+    swapped = [*parts[2:], *parts[:2]]  # in the given order, not that of memory
     assert [part.tolist() for part in coalesced(swapped)] == [[4, 5, 6, 7], [0, 1, 2, 3]]
     assert [tuple(part.shape) for part in coalesced(parts[:2])] == [(4,)]
 

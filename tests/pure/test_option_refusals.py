@@ -1,4 +1,4 @@
-"""Arguments that ``fully_shard`` refuses, leaving the module as it was."""
+"""Options that ``fully_shard`` refuses; the module stays as it was."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 @dataclass(frozen=True)
 class BadOption:
-    """Options of ``fully_shard`` that cannot work."""
+    """Invalid options of ``fully_shard``, and the error that they raise."""
 
     name: str
     make: Made
@@ -53,7 +53,7 @@ def mesh_of(*shape: int) -> Made:
 
 
 def on_named(*names: str, dims: Any) -> Made:
-    """A mesh of these dims, and which of them are said to be data-parallel."""
+    """Return options with a mesh of these dims, and with ``dims`` declared as data-parallel."""
     shape = (1,) * len(names)
     return lambda: {
         "mesh": init_device_mesh("cpu", shape, mesh_dim_names=names),
@@ -82,7 +82,7 @@ def not_built(name: str, make: Made, *words: str) -> BadOption:
 
 
 def placed(value: Any) -> Made:
-    """The last of two weights gets ``value``, so that everything before it is fine."""
+    """Give ``value`` to the last of two weights only, so that the first passes."""
     return lambda: {"shard_placement_fn": lambda p: value if p.shape == (2, 3) else None}
 
 

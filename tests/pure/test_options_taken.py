@@ -1,4 +1,4 @@
-"""Values of options that PyTorch's FSDP takes, and that ours therefore has to take."""
+"""Option values that PyTorch's FSDP accepts, and that fullshard must accept too."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MIXED_2 = {
     "reduce_dtype": None,
     "output_dtype": None,
     "cast_forward_inputs": True,
-    "param_dtype_override_fn": None,  # PyTorch has this field since 2.15
+    "param_dtype_override_fn": None,  # a field of PyTorch since 2.15
 }
 MIXED_1 = {
     "param_dtype": None,
@@ -54,7 +54,7 @@ MIXED_1 = {
     "full_precision_in_eval": False,
 }
 
-# Made anew for each use, since iterators can be used once.
+# Each use makes new values, because an iterator can be used only once.
 FSDP2: dict[str, list[Callable[[], Any]]] = {
     "mesh": [lambda: None],
     "reshard_after_forward": [lambda: None, lambda: True, lambda: False, lambda: 1, lambda: "x"],
@@ -103,7 +103,7 @@ FSDP1: dict[str, list[Callable[[], Any]]] = {
 
 
 def outcome(shard: Callable[..., Any], **options: Any) -> str | None:
-    """Shard a model and run it; return the error, if there was one."""
+    """Shard a model and train it; return the error, or None."""
     model = fill(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

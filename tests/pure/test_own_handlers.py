@@ -1,4 +1,4 @@
-"""Operations of DTensors that fullshard handles, while a thread takes PyTorch's own way."""
+"""fullshard's handlers of DTensor operations, which one thread may bypass."""
 
 from __future__ import annotations
 

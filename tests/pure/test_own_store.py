@@ -1,4 +1,4 @@
-"""The connection to the store that ranks watch each other through: what happens if it breaks."""
+"""The watch's own connection to the store, and its recovery after a failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 
 
 class Proxy:
-    """A port in front of a store that can drop its connections, and answer no more."""
+    """A port in front of a store; it can drop its connections, and stop accepting new ones."""
 
     def __init__(self, port: int) -> None:
         self._to = port
@@ -48,7 +48,6 @@ class Proxy:
             target.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
-        """Drop all connections."""
         ends, self.ends = self.ends, []
         for end in ends:
             with suppress(OSError):
@@ -56,7 +55,7 @@ class Proxy:
             end.close()
 
     def close(self) -> None:
-        """Drop all connections and take no more."""
+        """Drop all connections and accept no more."""
         with suppress(OSError):
             self.listening.shutdown(socket.SHUT_RDWR)
         self.listening.close()
@@ -74,7 +73,7 @@ def proxy() -> Iterator[Proxy]:
 
 @pytest.fixture
 def store(proxy: Proxy) -> OwnStore:
-    """What a job has: prefixes around a store, whose own connection is left alone here."""
+    """Return a store as in a job, with prefixes; the wrapped store keeps its own connection."""
     timeout = timedelta(minutes=7)
     outer = dist.TCPStore(HOST, proxy.port, is_master=False, timeout=timeout)
     return OwnStore(dist.PrefixStore("job", dist.PrefixStore("group", outer)))
@@ -94,7 +93,7 @@ def is_socket(fd: str) -> bool:
 def test_a_broken_connection_is_made_anew(
     proxy: Proxy, store: OwnStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every operation goes on, with the keys as they were; the user is told once."""
+    """Every operation succeeds with the old keys, and one message is logged."""
     for number in range(3):
         store.set("a", str(number))
         proxy.drop()
@@ -135,7 +134,7 @@ def test_a_connection_that_breaks_at_once_is_left_for_a_while(
     proxy: Proxy, store: OwnStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_store, "_PAUSE_S", 0.2)
-    for _ in range(2):  # the second time before the pause is over
+    for _ in range(2):  # the second time before the end of the pause
         proxy.drop()
         try:
             store.set("a", "1")
@@ -150,7 +149,7 @@ def test_a_connection_that_breaks_at_once_is_left_for_a_while(
 def test_a_store_that_is_gone_is_said_to_be_at_once(
     proxy: Proxy, store: OwnStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the end of a job its process may end first, which is nothing to warn of."""
+    """At the end of a job the store's process may end first, so nothing is logged as a warning."""
     store.set("a", "1")
     proxy.close()
     began = time.monotonic()
@@ -179,5 +178,5 @@ def test_a_store_that_is_out_of_reach_is_told_once(
                 store.check(["a"])
     (said,) = caplog.messages
     assert "was lost (the store does not answer: No route to host)" in said
-    store.set("a", "1")  # it goes on once the store can be reached again
+    store.set("a", "1")  # works again once the store can be reached
     assert "lost and made anew" in caplog.messages[1]

@@ -1,4 +1,4 @@
-"""State that ``OwnedOptimizer`` is to load: refused as a whole, or taken as the class would."""
+"""``OwnedOptimizer`` refuses a state dict as a whole, or loads it as the plain class would."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_state_dict_that_is_refused_changes_nothing() -> None:
 
 
 class Left(Optimizer):
-    """Keeps a matrix of as many rows as its tensor has, as Shampoo does."""
+    """Keeps a square matrix with as many rows as the tensor, as Shampoo does."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -125,7 +125,7 @@ def test_numbers_of_older_versions_become_tensors(blocks: Any) -> None:
             give(model.parameters(), number)
             optimizer.step()
             if number == 1:
-                # That of the class itself: of blocks of a parameter there is a step for each.
+                # A state dict of the plain class: an owned parameter has a step count per block.
                 state = copy.deepcopy(both[0].state_dict())
                 for own in state["state"].values():
                     own["step"] = 2.0

@@ -1,4 +1,4 @@
-"""Owners of matrices: who steps what, by arithmetic."""
+"""Owners of matrices, tested by arithmetic."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_is_whole_stays_and_blocks_are_in_order() -> None:
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_costs_are_balanced_where_matrices_can_be(model: str, num_ranks: int) -> None:
-    """At 256 ranks a second matrix of Llama's has to go to a rank that has one of its largest."""
+    """Llama on 256 ranks: some rank must own one of the largest matrices and a further one."""
     found, llama = row(model, num_ranks), model == "Llama-3-70B"
     pair = (newton_schulz_flops((8192, 28672)), newton_schulz_flops((8192, 8192)))
     least = found.bound * sum(pair) / pair[0] if llama and num_ranks == 256 else found.bound

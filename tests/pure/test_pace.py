@@ -1,4 +1,4 @@
-"""A thread that writes beside the training rests for as long as it should, and no longer."""
+"""A thread that writes in the background rests for the intended time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fullshard.checkpoint.saving.write import Pace
 
 
 class Rests(threading.Event):
-    """Does not wait, and knows how long it should have."""
+    """Records time-outs instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Rests(threading.Event):
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
-    """Let two seconds of processor time go by between any two looks at it."""
+    """Advance the thread's processor time by two seconds at each reading."""
     times = iter(range(0, 100, 2))
     monkeypatch.setattr("time.thread_time", lambda: float(next(times)))
     yield 2.0

@@ -1,4 +1,4 @@
-"""Plans against arithmetic by hand, and what they are made of: hardware, values, FLOP, text."""
+"""Plans equal arithmetic by hand; also their parts: hardware, values, FLOP, text."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def test_a_notebook_shows_the_text() -> None:
 def test_traffic_is_that_of_the_arithmetic() -> None:
     layer, rest = 64 * 64 * 4, 3 * 64 * 64 * 4 // 4
     found = received(of_layers())
-    # Each layer is gathered for forward and for backward; a rank has a fourth.
+    # Each layer is gathered for forward and for backward; a rank holds a quarter.
     assert found["shard", "all_gather"] == (8, 8 * layer * 3 // 4)
     num_calls, nbytes = found["shard", "reduce_scatter_mean"]
     assert num_calls == 4
-    assert 0 < nbytes - 4 * rest <= 4 * 3 * 8 * 4  # and eight flags a layer for each other rank
+    assert 0 < nbytes - 4 * rest <= 4 * 3 * 8 * 4  # and eight flags per layer and other rank
 
 
 def test_kept_units_are_gathered_once_and_held() -> None:
@@ -98,7 +98,7 @@ INT8 = fullshard.WirePolicy(gather="int8", reduce="int8")
 
 
 def test_what_travels_encoded_is_counted_in_bytes_and_held_meanwhile() -> None:
-    """A rank has 1,024 elements of a layer: a byte for each, and 16 scales of four bytes."""
+    """A rank holds 1,024 elements of a layer: a byte for each, and 16 scales of four bytes."""
     plain, found = of_layers(), of_layers(wire=INT8)
     encoded = 1024 + 16 * 4
     assert received(found)["shard", "all_gather"] == (8, 8 * 3 * encoded)
@@ -109,7 +109,7 @@ def test_what_travels_encoded_is_counted_in_bytes_and_held_meanwhile() -> None:
     with_flags = 1024 // 2 + 16 * 2 + 8 * 4
     assert received(halves)["shard", "all_to_all"] == (4, 4 * 3 * with_flags)
     held = [moment.held.get("encoded", 0) for moment in found.memory]
-    assert max(held) == 5 * encoded and "encoded" not in found.rest  # its own part, and all parts
+    assert max(held) == 5 * encoded and "encoded" not in found.rest  # own shard and all four
     assert not any("encoded" in moment.held for moment in plain.memory)
     kept = [[unit.activation_nbytes for unit in one.units] for one in (plain, found)]
     assert kept[0] == kept[1]
@@ -141,17 +141,17 @@ def test_offload_moves_what_rests_and_takes_the_time_of_the_bus() -> None:
     shards = 4 * 64 * 64 * 4 // 4
     assert here.rest["parameters"] == there.host["parameters"] == shards
     assert here.rest["optimizer_state"] == 2 * shards
-    assert there.host["optimizer_state"] == 2 * shards + 4 * 4  # and counts of steps
+    assert there.host["optimizer_state"] == 2 * shards + 4 * 4  # and step counts
     assert here.host == {} and not {"parameters", "optimizer_state"} & there.rest.keys()
-    # Each layer crosses for forward and for backward, its gradients once, with flags.
+    # Each layer crosses the bus for forward and for backward; its gradients cross once, with flags.
     assert received(there)["host", "to_device"] == (8, 2 * shards)
     num_calls, nbytes = received(there)["host", "to_host"]
     assert num_calls == 4 and 0 < nbytes - shards < 4 * 16 * 4
     bus_s = sum(span.end_s - span.start_s for span, _ in there.spans if "to_" in span.what)
     assert bus_s == pytest.approx((2 * shards + nbytes) / 1e6)
-    assert there.step_s > 2 * shards / 1e6 > here.step_s  # with nothing to hide behind
+    assert there.step_s > 2 * shards / 1e6 > here.step_s  # no work hides the copies
     host_s = sum(span.end_s - span.start_s for span, _ in there.spans if span.lane == "host")
-    assert host_s > 7 * shards / 1e9  # AdamW reads four and writes three
+    assert host_s > 7 * shards / 1e9  # AdamW reads four values and writes three
 
 
 def test_what_does_not_fit_on_the_host_does_not_fit() -> None:
@@ -193,12 +193,12 @@ def test_a_search_makes_units_of_several_blocks_where_wires_are_late() -> None:
     assert received(found)["shard", "all_gather"][0] == 2
     tried = {one.choice.blocks_per_unit: one.step_s for one in found.tried}
     assert tried[4] < tried[2] < tried[1]
-    short = searched(of_layers().peak_nbytes, hardware=late)  # two would be too large
+    short = searched(of_layers().peak_nbytes, hardware=late)  # two blocks per unit would not fit
     assert short.choice.blocks_per_unit == 1 and short.fits
 
 
 def test_flop_are_those_of_the_products() -> None:
-    # Each layer: one product forward and two backward, but for the gradient of the input.
+    # Each layer has one product in forward and two in backward; the input needs no gradient.
     assert of_layers().flops == 2 * 2 * 64 * 64 * (4 * 3 - 1)
 
 
@@ -248,7 +248,7 @@ class Positions(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         at = torch.arange(tokens.shape[1], device=tokens.device)[None]
         if (torch.diff(at) == 1).all() and int(tokens.max()) < 8:
-            assert tokens[tokens > 2].numel() == 3  # a size that depends on values
+            assert tokens[tokens > 2].numel() == 3  # a shape that depends on values
             return self.embed(tokens)
         raise AssertionError("values are wrong")
 
@@ -304,9 +304,9 @@ def test_units_own_the_activations_that_they_leave() -> None:
     left = activations(
         [
             at("forward", "(root)", 0),
-            at("forward", "a", 10),  # the root made 10
+            at("forward", "a", 10),  # the 10 are the root's
             at("after the forward", "a", 25),
-            at("forward", "b", 20),  # 5 of a's were freed after it
+            at("forward", "b", 20),  # 5 of a's bytes were freed after it
             at("after the forward", "b", 50),
             at("after the forward", "(root)", 52),
             at("backward", "(root)", 90),
@@ -387,9 +387,9 @@ def test_a_gather_within_a_node_takes_what_comes_from_others() -> None:
 
 
 def test_a_gather_over_nodes_takes_what_comes_in_divided_among_neighbours() -> None:
-    # 16 ranks, 100 bytes each: 800 come in, 100 for each wire of 10 bytes a second.
+    # 16 ranks, 100 bytes each: 800 bytes come in over 8 wires with 10 bytes a second each.
     assert NODE.exchange_s("all_gather", tuple(range(16)), 1600) == pytest.approx(15.0)
-    # One rank a node: all comes over its own wire.
+    # One rank a node: everything comes in over the rank's own wire.
     assert NODE.exchange_s("all_gather", tuple(range(0, 32, 8)), 400) == pytest.approx(30.0)
 
 
@@ -415,7 +415,7 @@ def test_tables_line_up() -> None:
     assert lines == ["name    n", "a       1", "bcdef  10"]
 
 
-# Real models: their sizes by hand, and what a laptop has for them.
+# Real models: sizes by hand, and plans for them on a small machine.
 
 
 def llama_70b(layers: int = 80) -> tuple[nn.Module, int]:
@@ -468,7 +468,7 @@ def test_large_models(make: Any, world: int, layout: Any) -> None:
     shard = padded / world
     assert found.rest["parameters"] == pytest.approx(4 * shard, rel=2e-3)
     assert found.rest["optimizer_state"] == pytest.approx(8 * shard, rel=0.02)
-    # bf16 twice but for what is kept (the last block, head and root); fp32 sums of all.
+    # Gathers twice in bf16, except the last block, head and root; reductions in fp32.
     traffic = received(found)
     most = 2 * 2 * padded * (world - 1) / world
     assert 0.9 * most <= traffic["shard", "all_gather"][1] <= most
@@ -484,7 +484,7 @@ def test_large_models(make: Any, world: int, layout: Any) -> None:
 def test_a_published_training_is_reproduced() -> None:
     """Llama 2 7B on 128 A100: 3,700 tokens a second and GPU, 57 % of the device's FLOP/s.
 
-    Source: research.ibm.com/blog/pytorch-fsdp, 13 March 2024, where hardware and model FLOP/s are
+    Source: research.ibm.com/blog/pytorch-fsdp, 13 March 2024. Its hardware and model FLOP/s are
     equal, so nothing was recomputed. Two sequences of 4,096 tokens a GPU are an assumption.
     """
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""``fullshard plan``: what it prints, how it ends, and what it refuses."""
+"""``fullshard plan``: its output, exit codes and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_json_has_the_same_and_a_picture_is_drawn(
     titles = re.findall(r"<!-- (.+) -->", drawn)
     assert "2,557,632 parameters, rank 0, mesh replicate 2 x shard 2, on cpu" in titles
     assert f"peak, {in_bytes(told['peak_nbytes'])}" in titles
-    assert "#0072b2" in drawn and "#e69f00" in drawn  # parameters and activations
+    assert "#0072b2" in drawn and "#e69f00" in drawn  # colors of parameters and activations
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_muon_has_one_state_of_each_element_of_a_matrix(capsys: pytest.CaptureFi
         assert main([*arguments, "--optimizer", optimizer]) == 0
         kept.append(json.loads(capsys.readouterr().out)["rest"]["optimizer_state"])
     matrices = 4 * (4 * 192 * 192 + 3 * 192 * 512)
-    assert kept[0] - kept[1] == 4 * matrices // 4 + 4 * 16  # and a step count for each of AdamW
+    assert kept[0] - kept[1] == 4 * matrices // 4 + 4 * 16  # and AdamW's step counts
 
 
 @pytest.mark.parametrize("model", ["2m", f"{__name__}:with_its_batch"])
@@ -99,7 +99,7 @@ def test_a_wire_is_planned_and_kept_by_a_search(
         sent.append({one["what"]: one["received_nbytes"] for one in told["traffic"]})
     assert sent[1]["all_to_all"] > 0 and "reduce_scatter_mean" not in sent[1]
     if model == "2m":
-        assert sent[1]["all_gather"] < 0.6 * sent[0]["all_gather"]  # a byte of two, and scales
+        assert sent[1]["all_gather"] < 0.6 * sent[0]["all_gather"]  # 1 byte, not 2; and scales
 
 
 def test_a_function_gives_the_model_and_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_a_function_gives_the_model_and_its_batch(capsys: pytest.CaptureFixture[
     assert main(["plan", name, "--world-size", "2", "--dtype", "fp32", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["units"][0]["numel"] == 20
-    assert told["flops"] == 2 * 2 * 2 * 4 * 4  # forward, and backward to the weight
+    assert told["flops"] == 2 * 2 * 2 * 4 * 4  # forward, and the gradient of the weight
 
 
 def test_a_budget_that_is_too_small_says_so(capsys: pytest.CaptureFixture[str]) -> None:

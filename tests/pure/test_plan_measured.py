@@ -1,4 +1,4 @@
-"""``plan(measure=True)``: real steps of one rank of a world whose collectives send nothing."""
+"""``plan(measure=True)`` runs real steps of one rank, with collectives that send nothing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_real_step_runs_beside_the_plan(name: str) -> None:
     found = plan(model, measure=True, **given)
     assert found.measured is not None
     assert found.measured.step_s > 0
-    assert found.measured.peak_nbytes is None  # of a CPU
+    assert found.measured.peak_nbytes is None  # not measured on CPUs
     assert "a step on this CPU, nothing sent" in str(found)
     assert not dist.is_initialized()
     assert all(param.device.type == "cpu" for param in model.parameters())
@@ -126,7 +126,7 @@ def test_the_command_prints_both(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_is_compared_with_its_plan_only_since_it_was_resumed(tmp_path: Path) -> None:
-    """With other workers, steps before had shards of another size."""
+    """Earlier steps may have run with another number of workers, and shards of another size."""
     plan_file, metrics = tmp_path / "plan.json", tmp_path / "metrics.jsonl"
     steps = [{"step": n, "shard_nbytes": 500 if n <= 2 else 300} for n in range(1, 5)]
     metrics.write_text("".join(json.dumps(one) + "\n" for one in steps))

@@ -1,4 +1,4 @@
-"""Operations of a dry run that look alike have their results made again, not computed."""
+"""A dry run copies the results of operations that it has seen, instead of computing them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.plan.values import Unknown, Values, _Results, tensors_in
 
 
 class Run(TorchDispatchMode):
-    """Runs operations as a dry run does, and counts those that PyTorch computes."""
+    """Runs operations as a dry run does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_pytorch_computes_a_block_once() -> None:
     with mock.patch("fullshard.plan.values._Results", Counted), Run():
         model(meta(2, 8)).sum().backward()
     assert computed.count("aten.gelu.default") == 1
-    assert computed.count("aten.gelu_backward.default") == 2  # strides of the first gradient are 0
+    assert computed.count("aten.gelu_backward.default") == 2  # the first gradient has strides of 0
 
 
 def test_nothing_is_kept() -> None:

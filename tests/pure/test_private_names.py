@@ -1,4 +1,4 @@
-"""The tables of private names say what the code does, and all names in them are PyTorch's."""
+"""The tables of private names equal the code, and PyTorch has all names in them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from tests.private_names import (
 
 
 def test_the_table_is_that_of_the_code() -> None:
-    """If not: ``python -m tests.private_names``."""
+    """To update the table, run ``python -m tests.private_names``."""
     assert parts()[1] == table()
 
 
 def names_in(cls: type) -> set[str]:
-    """Attributes of a class and of its instances, as its source sets and annotates them."""
+    """Return attributes of a class and of its instances, as found in its source."""
     source = "".join(inspect.getsource(one) for one in cls.__mro__ if one is not object)
     return set(dir(cls)) | set(re.findall(r"(?:self\.|^    )(\w+)\b(?:: .*)? = ", source, re.M))
 
 
 SOME = {"_fsdp_param_groups", "_reset_iter_state", "mp_policy", "reduce_scatter_max_input_buffers"}
-"""Names that not every PyTorch has that we support."""
+"""Names that some supported versions of PyTorch lack."""
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -65,7 +65,7 @@ def test_what_the_table_refuses_raises_and_says_what_to_use(view: type[View]) ->
 
 
 def test_attributes_of_wrappers_are_pytorchs() -> None:
-    """They are set all over the files, so the files are searched."""
+    """Many files set these attributes, so the test searches the text of all."""
     folder = inspect.getsourcefile(FullyShardedDataParallel)
     assert folder is not None
     source = "".join(path.read_text() for path in Path(folder).parent.glob("_*.py"))
@@ -74,12 +74,12 @@ def test_attributes_of_wrappers_are_pytorchs() -> None:
 
 
 def test_this_pytorch_has_all_names() -> None:
-    """The self-test; what it prints is what to look at on a new PyTorch."""
+    """On a new PyTorch, the output lists the names to look at."""
     assert _torch.missing() == []
 
 
 def private_attributes(source: str) -> Iterator[str]:
-    """Private attributes that a module reads."""
+    """Yield the private attributes that a module reads."""
     for one in ast.walk(ast.parse(source)):
         is_read = isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load)
         if is_read and one.attr.startswith("_") and not one.attr.startswith("__"):
@@ -87,7 +87,7 @@ def private_attributes(source: str) -> Iterator[str]:
 
 
 def test_every_private_name_is_declared() -> None:
-    """Else nothing says so when it is missing; that none is imported is a rule of imports."""
+    """An undeclared name could be missing without an error. The import rules check imports."""
     declared = {use.name.rpartition(".")[2] for _, use in uses()}
     sources = [path.read_text() for path in Path(_torch.__file__).parent.glob("*.py")]
     read = {name for source in sources for name in private_attributes(source)}
@@ -101,7 +101,7 @@ def check(reports: dict[str, Any]) -> None:
     for _, use in uses():
         if use.name in reports:
             found = reports[use.name]
-            assert isinstance(found, dict), f"{use.name}: {found}"  # else a traceback
+            assert isinstance(found, dict), f"{use.name}: {found}"  # a string is a traceback
             assert use.name in found["missing"]
             assert all(name.startswith(use.name) for name in found["missing"])
             assert bool(found["refused"]) == use.is_needed, use
@@ -125,7 +125,7 @@ def test_import_works_without_some_names_and_errors_name_them() -> None:
 
 
 def test_import_works_without_each_name_and_errors_name_it() -> None:
-    """The table; a minute. If it is another: ``python -m tests.private_names``."""
+    """Takes a minute. To update the table, run ``python -m tests.private_names``."""
     reports = hidden_reports()
     assert set(reports) == {use.name for _, use in uses()}
     check(reports)

@@ -1,4 +1,4 @@
-"""Operations that may take long say how far they are, and the commands show it."""
+"""Long operations report their progress, and the commands show it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.train import showing
 from fullshard.train.showing import showing_progress
 
 NBYTES = 4 * (300 * 200 + 200)
-"""Of the model of these tests."""
+"""Bytes of the model in these tests."""
 
 
 def model_of(seed: int) -> nn.Module:
@@ -68,7 +68,7 @@ def test_reading_whole_files_counts_their_tensors(what: str, saved: Path, tmp_pa
     seen = seen_in(act)
     assert {one.what for one in seen} == {what}
     assert seen[-1].done == NBYTES * (2 if is_comparison else 1)
-    assert seen[-1].done <= seen[-1].total < 1.2 * seen[-1].done  # headers count in the total
+    assert seen[-1].done <= seen[-1].total < 1.2 * seen[-1].done  # the total includes headers
 
 
 def test_the_choices_of_a_plan_are_counted() -> None:

@@ -1,4 +1,4 @@
-"""Models by short names: their sizes are the published ones, counted by ``transformers``."""
+"""Short names of models: their sizes, counted by ``transformers``, are the published ones."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fullshard.train.published import PUBLISHED
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 
-# Elements of all tensors in the published files; of DeepSeek-V3 the 671 B of the main model.
+# Elements of all tensors in the published files; for DeepSeek-V3, those of the main model.
 NUMEL = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "qwen3-30b-a3b": 30_532_122_624,
     "deepseek-v3": 671_026_404_352,
 }
-ACTIVE = {"qwen3-30b-a3b": (3.3e9, 128, 8), "deepseek-v3": (37e9, 256, 8)}  # by their authors
+ACTIVE = {"qwen3-30b-a3b": (3.3e9, 128, 8), "deepseek-v3": (37e9, 256, 8)}  # as published
 
 
 def on_meta(name: str) -> Any:
-    """The model as the classes of transformers make it from the fields, without ours."""
+    """Build the model with transformers alone, from the published fields."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -62,7 +62,7 @@ def test_deepseek_is_what_transformers_has_by_default() -> None:
 
     default = DeepseekV3Config()
     for field, value in PUBLISHED["deepseek-v3"].items():
-        if field != "rope_theta":  # within rope_parameters there
+        if field != "rope_theta":  # part of rope_parameters there
             assert getattr(default, field) == value, field
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of parts and cuts, for every rank of meshes that no test machine has."""
+"""The arithmetic of parts and cuts, for every rank of meshes larger than a test machine's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cut_at(
     template: tuple[Placement | None, ...],
     coordinate: tuple[int, ...],
 ) -> RaggedCut:
-    """Cut at other places for every tp coordinate; the tp part by ``own_part``."""
+    """Return a cut whose lengths depend on the tp coordinate; ``own_part`` gives the tp part."""
     dim = template.index(None)
     tp = slice(dim + 1, None)
     kept = own_part(torch.empty(shape), list(template)[tp], mesh_shape[tp], coordinate[tp])  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_strided_parts_are_those_of_torch() -> None:
 
 
 def chunks_of(whole: torch.Tensor, *cuts: tuple[int, int]) -> torch.Tensor:
-    """Chunk ``index`` of ``num`` of chunk ..., with as few rows as torch gives it."""
+    """Apply ``torch.chunk`` for each (num, index) in turn; missing chunks are empty."""
     for num, index in cuts:
         chunks = whole.chunk(num)
         whole = chunks[index] if index < len(chunks) else whole[:0]
@@ -108,7 +108,7 @@ def chunks_of(whole: torch.Tensor, *cuts: tuple[int, int]) -> torch.Tensor:
 
 
 def test_a_strided_cut_comes_after_those_of_later_mesh_dims() -> None:
-    """Also where that is not what torch itself would cut, such as 7 rows over 3 x 2."""
+    """Includes sizes that torch itself cuts differently, such as 7 rows over 3 x 2."""
     for size in range(20):
         whole = torch.arange(size)
         two: list[Placement] = [_StridedShard(0, split_factor=2), Shard(0)]

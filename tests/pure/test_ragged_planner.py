@@ -1,4 +1,4 @@
-"""The cut planner against brute force, its bound, and the layers of real models."""
+"""The planner of cuts against brute force, its lower bound, and layers of real models."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tests.pure.layout_model import (
     worlds,
 )
 
-# Against brute force
+# Brute force.
 
 
 def shortest(items: list[Item], world: int, align: int) -> int:
-    """The shortest shard of all orders and all placements, by trying them."""
+    """Return the shortest shard over all orders and placements, by trying all of them."""
     shard = 0
     while not fits(tuple(sorted(items)), shard, world, align):
         shard += align
@@ -64,7 +64,7 @@ def is_legal(offset: int, numel: int, block: int, shard: int, world: int) -> boo
 
 @settings(max_examples=300, deadline=None)
 @given(blocked(4, 12), st.integers(1, 3), st.integers(1, 3))
-@example(case_of((8, 5), (4, 4), (8, 8), (8, 7)), 3, 1)  # one set of remaining items, met twice
+@example(case_of((8, 5), (4, 4), (8, 8), (8, 7)), 3, 1)  # meets the same remaining items twice
 def test_shards_are_at_least_as_long_as_the_best_order_needs(
     case: tuple[list[ParamSpec], Blocks], world: int, align: int
 ) -> None:
@@ -78,7 +78,7 @@ def test_shards_are_at_least_as_long_as_the_best_order_needs(
 
 
 def test_few_small_units_have_longer_shards_than_the_best_order() -> None:
-    """Of 400 at random, one to four parameters each: 13, by a seventh at most."""
+    """Of 400 random units with one to four parameters, 13 are longer, by a seventh at most."""
     draw = random.Random(0)
     excess = []
     for _ in range(400):
@@ -95,7 +95,7 @@ def test_few_small_units_have_longer_shards_than_the_best_order() -> None:
     assert max(excess) <= 8 / 7
 
 
-# What holds of every plan
+# Properties of every plan.
 
 
 @given(blocked(8, 400), worlds, st.integers(1, 16))
@@ -123,7 +123,7 @@ def test_no_block_is_cut_whatever_the_granularity(
 def test_shards_are_between_the_bound_and_the_common_multiple(
     case: tuple[list[ParamSpec], Blocks], world: int, align: int
 ) -> None:
-    """Above: shards that are a multiple of all blocks, with less than one wasted at each cut."""
+    """The upper bound: a multiple of all blocks wastes less than one multiple at each cut."""
     params, blocks = case
     numels = [-(-spec.numel // align) * align for spec in params if spec.numel]
     multiple = math.lcm(align, *(min(blocks[spec.name], max(spec.numel, 1)) for spec in params))
@@ -141,8 +141,8 @@ def test_shards_of_a_common_multiple_are_there_if_all_else_fails(
     plan.cache_clear()
     for items, world, shard_numel in (
         (((40, 4), (41, 3), (39, 2)), 4, 36),
-        (((20, 4), (28, 3)), 2, 36),  # 24 has the volume, but not the room: 20 . 3 | 25
-        (((40, 7), (40, 13)), 4, 80),  # in one shard: no multiple of 91 is shorter
+        (((20, 4), (28, 3)), 2, 36),  # 24 is the volume, but does not fit: 20 . 3 | 25
+        (((40, 7), (40, 13)), 4, 80),  # all in one shard: no multiple of 91 is shorter
     ):
         params, blocks = case_of(*items)
         layout = ragged_of(blocks).build(params, world, 1)
@@ -156,7 +156,7 @@ def test_shards_of_a_common_multiple_are_there_if_all_else_fails(
 def test_what_the_search_leaves_above_the_bound(
     num: int, fewest: int, most: int, percent: float
 ) -> None:
-    """On the average of random layers, with few of them or many, in blocks of seven sizes."""
+    """The mean over random layers with few or many parameters, in blocks of seven sizes."""
     draw = random.Random(num)
     excess = []
     for _ in range(num):
@@ -204,7 +204,7 @@ def test_parameters_without_elements_are_left_out_of_the_plan() -> None:
         assert ragged.shard_numel_bound([none[0]], 3, 4) == 0
 
 
-# Order
+# Order.
 
 
 def test_parameters_lie_as_given_where_that_costs_nothing() -> None:
@@ -234,8 +234,8 @@ def test_else_the_largest_that_fit_come_first(sizes: tuple[int, ...], in_memory:
     ("sizes", "blocks", "world", "offsets"),
     [
         ((6, 6, 8), (6, 6, 2), 2, (0, 14, 6)),  # the drawing in `coarse_first`
-        ((35, 22, 3), (5, 2, 1), 6, (0, 38, 35)),  # the finest brings the second to an even place
-        ((35, 25), (5, 2), 6, None),  # one unit is missing
+        ((35, 22, 3), (5, 2, 1), 6, (0, 38, 35)),  # the finest moves the second to an even offset
+        ((35, 25), (5, 2), 6, None),  # one element does not fit
     ],
 )
 def test_the_coarsest_that_can_start_comes_first(
@@ -245,7 +245,7 @@ def test_the_coarsest_that_can_start_comes_first(
     assert coarse_first(problem, grouped(problem), 10) == offsets
 
 
-# The bound
+# The bound.
 
 
 @pytest.mark.parametrize(
@@ -256,18 +256,18 @@ def test_the_coarsest_that_can_start_comes_first(
         ([(9, 9), (3, 3)], 4, 1, 9, 9),  # the largest block
         ([(5, 5)] * 5, 4, 1, 10, 10),  # crowding: two of five on one of 4 ranks
         ([(5, 5)] * 9, 4, 1, 15, 15),  # crowding: three of nine
-        ([(40, 7)], 5, 1, 14, 14),  # divisibility: 8 would do, but not for a block of 7
-        ([(40, 7), (40, 3)], 5, 1, 21, 21),  # of both: 16 would do
-        ([(40, 7), (24, 3)], 5, 1, 14, 14),  # the second needs one cut only: 12 + 12
+        ([(40, 7)], 5, 1, 14, 14),  # divisibility: 8 is too short for blocks of 7
+        ([(40, 7), (40, 3)], 5, 1, 21, 21),  # divisibility of both: 16 is too short
+        ([(40, 7), (24, 3)], 5, 1, 14, 14),  # the second needs only one cut: 12 + 12
         (
             [(40, 7), (40, 11)],
             8,
             1,
             22,
             22,
-        ),  # divisibility: 77 has both, but from 22 on neither needs it
-        ([(9, 5)] * 3, 5, 1, 8, 9),  # crowding, of last blocks of 4; not reached
-        ([(6, 6), (6, 6), (12, 4)], 3, 1, 8, 10),  # not reached: 6 and 2 of 12 are no block
+        ),  # divisibility: a multiple of 77 fits both, but 22 is enough for both
+        ([(9, 5)] * 3, 5, 1, 8, 9),  # crowding of last blocks of 4; not reached
+        ([(6, 6), (6, 6), (12, 4)], 3, 1, 8, 10),  # not reached: 6 and 2 of 12 are no blocks
     ],
 )
 def test_the_bound_by_each_of_its_reasons(
@@ -279,7 +279,7 @@ def test_the_bound_by_each_of_its_reasons(
     assert ragged.build(params, world, align).shard_numel == reached
 
 
-# Real models
+# Real models.
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_the_layers_make_the_models(
     assert numel / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
-# Of a planner without a search, between rows of the last dim; on 64, 256 and 1,024 ranks.
+# Padding of a planner without search, cutting between rows; on 64, 256 and 1,024 ranks.
 NAIVE_PERCENT = {
     "Llama-3-8B": ".12 .96 7.7",
     "Llama-3-70B": ".37 1.2 2.9",
@@ -323,7 +323,7 @@ def test_what_rows_cost_in_real_layers(percent: dict[str, dict[str, dict[str, fl
     for name, naive in NAIVE_PERCENT.items():
         for world, at_most in zip(WORLDS, naive.split(), strict=True):
             found = percent[name][str(world)]
-            assert found["row"] == found["row, bound"]  # so nothing shorter exists
+            assert found["row"] == found["row, bound"]  # the optimum
             places = len(at_most.partition(".")[2])
             assert round(found["row"], places) <= float(at_most)
             assert found["row"] <= found["LCM of rows"]
@@ -333,7 +333,7 @@ def test_what_rows_cost_in_real_layers(percent: dict[str, dict[str, dict[str, fl
 def test_the_rules_of_others_are_told_as_they_are(
     percent: dict[str, dict[str, dict[str, float]]],
 ) -> None:
-    """Megatron-FSDP's own code was seen to give these; DTensor's ``Shard(0)`` rounds up dim 0."""
+    """Megatron-FSDP's own code gave the same figures; DTensor's ``Shard(0)`` rounds up dim 0."""
     others = {name: by_world["256"] for name, by_world in percent.items()}
     assert {name: round(found["LCM of rows"], 1) for name, found in others.items()} == {
         "Llama-3-8B": 1.0,
@@ -346,11 +346,11 @@ def test_the_rules_of_others_are_told_as_they_are(
     assert [round(found["Shard(0)"]) for found in others.values()] == [0, 0, 97, 99, 678, 1]
 
 
-# Many parameters
+# Many parameters.
 
 
 def separate_experts(num: int) -> list[ParamSpec]:
-    """A mixture of experts whose matrices are parameters of their own."""
+    """Return a mixture of experts with a parameter for each matrix of an expert."""
     shapes = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (2048,), (128,), (num, 2048)]
     shapes += [(768, 2048), (768, 2048), (2048, 768)] * num
     return [ParamSpec(f"p{index}", shape) for index, shape in enumerate(shapes)]

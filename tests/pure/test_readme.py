@@ -1,4 +1,4 @@
-"""The program on the README's first screen runs as it is printed there."""
+"""The program on the README's first screen runs as printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FROM_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PO
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """The README's only block of Python, word for word."""
+    """Write the README's only Python block to a file."""
     blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) == 1
     path = tmp_path / "program.py"

@@ -1,4 +1,4 @@
-"""Modules that ``fully_shard`` refuses, and that a refusal leaves everything as it was."""
+"""Modules that ``fully_shard`` refuses; a refusal leaves everything as it was."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def shard_each(given: Any) -> None:
 
 @dataclass(frozen=True)
 class BadModule:
-    """Something that cannot be sharded; ``right`` is what the message tells the user to do."""
+    """A module that cannot be sharded; ``right`` does what the message advises."""
 
     name: str
     make: Callable[[], Any]
@@ -145,7 +145,7 @@ class BadModule:
 
 
 class Kind(NamedTuple):
-    """The class of an exception, and the builtin that PyTorch raises in that place."""
+    """The class of an exception, and the builtin class that PyTorch raises for the same module."""
 
     error: type[Exception]
     builtin: type[Exception]
@@ -255,7 +255,7 @@ def test_what_cannot_be_sharded_is_refused_and_unchanged(case: BadModule) -> Non
 def test_annotated_parameters_are_refused_without_dp_mesh_dims(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Annotations of the package ``spmd_types`` need the mesh that they are of."""
+    """Annotations of ``spmd_types`` refer to a mesh whose data-parallel dims must be named."""
     package: Any = ModuleType("spmd_types")
     package.no_typecheck = nullcontext
     package.get_local_type = lambda param: getattr(param, "_local_type", {})

@@ -1,4 +1,4 @@
-"""Regions: their overlaps are all the elements that both have, once, at the right places."""
+"""Regions: an overlap holds exactly the common elements, once, at the right places."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
 
 
 def elements(region: Region, shape: tuple[int, ...]) -> list[int]:
-    """The elements of a region, numbered in the tensor, in the order of the region."""
+    """Return the numbers of a region's elements in the tensor, in the region's order."""
     indices = [
         [i for one in intervals for i in range(one.start, one.stop)] for intervals in region.dims
     ]
@@ -92,13 +92,13 @@ def ragged(draw: st.DrawFn, numel: int, num_ranks: int) -> RaggedShard:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]:
-    """A shape, the shape of a mesh, and placements on it."""
+    """Draw a shape, a mesh shape, and placements."""
     shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple))
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
     dims = st.integers(0, len(shape) - 1)
     plain = st.one_of(st.just(Replicate()), dims.map(Shard))
     placements = [draw(plain) for _ in mesh]
-    if draw(st.booleans()):  # as a second mesh dim is cut before the first
+    if draw(st.booleans()):  # a later mesh dim is cut before the first
         placements[0] = StridedShard(draw(dims), split_factor=draw(st.sampled_from([2, *mesh])))
     elif draw(st.booleans()):
         tails = itertools.product(*map(range, mesh[1:]))

@@ -1,4 +1,4 @@
-"""What is raised for a collective that failed, with a watch that a test plays."""
+"""The error raised for a failed collective, and reports of a rank, with scripted rounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENTRY: Entry = (3, "gather", "unit a", 8)
 
 
 class Played:
-    """A watch whose rounds find what ``rounds`` return, one after the other."""
+    """A watch with a scripted diagnosis for each round."""
 
     is_over = False
     last = UNDECIDED
@@ -36,7 +36,7 @@ class Played:
 
 
 class OfEra:
-    """The part of a ledger that is asked for."""
+    """A ledger with the attributes that ``explain`` reads."""
 
     def __init__(self) -> None:
         self.era, self.domain = Era(), FaultDomain()
@@ -52,7 +52,7 @@ def explained(
 def test_a_round_after_the_one_that_found_the_fault_does_not_hide_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another rank asks, too; once all know of the fault, nothing is wrong any more."""
+    """Another rank may trigger a further round, whose verdict is that nothing is wrong."""
     of = OfEra()
 
     def found_then_asked_again() -> Diagnosis:
@@ -68,7 +68,7 @@ def test_a_round_after_the_one_that_found_the_fault_does_not_hide_it(
 def test_a_lost_connection_is_asked_about_until_somebody_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Connections close a moment before their process ends."""
+    """A connection closes shortly before its process ends."""
     of = OfEra()
 
     def found() -> Diagnosis:
@@ -89,7 +89,7 @@ def test_another_error_is_raised_itself_if_nothing_is_found(
 
 
 def test_a_step_that_begins_forgets_failures_that_were_not_told() -> None:
-    """Of models that are gone, too: a later verdict would name this rank for them."""
+    """Otherwise a later verdict would blame this rank for them. Half-stepped failures are kept."""
     failed, torn, next_one = Step(), Step(), Step()
     failed.begin()
     failed.end(ValueError("no"), failed=True)
@@ -103,7 +103,7 @@ def test_a_step_that_begins_forgets_failures_that_were_not_told() -> None:
 
 
 class Seen(Step):
-    """A step that notes what another thread could see of it."""
+    """A step that records the states which another thread could see."""
 
     __slots__ = ("states",)
 
@@ -114,7 +114,7 @@ class Seen(Step):
 
 
 def test_a_failing_step_is_never_seen_as_one_that_ended_well() -> None:
-    """The watch looks from its own thread, at any time."""
+    """The watch may read the step from its own thread at any time."""
     step = Seen()
     step.begin()
     step.states: list[tuple[bool, bool]] = []
@@ -125,7 +125,7 @@ def test_a_failing_step_is_never_seen_as_one_that_ended_well() -> None:
 
 
 class PlayedRounds:
-    """Rounds of one rank, with one verdict."""
+    """The rounds of one rank, with a fixed verdict."""
 
     def __init__(self, found: Diagnosis) -> None:
         self.reports: list[StatusReport] = []
@@ -139,7 +139,7 @@ class PlayedRounds:
 
 
 def take_part(found: Diagnosis = NOTHING) -> StatusReport:
-    """Take part in one round; return what was reported."""
+    """Take part in one round; return the report of this rank."""
     watch: Any = object.__new__(Watcher)
     watch.rank, watch.world, watch.failure, watch.last, watch.fault = 0, 2, None, NOTHING, ""
     watch._rounds, watch._domain = PlayedRounds(found), fault_domain()
@@ -149,7 +149,7 @@ def take_part(found: Diagnosis = NOTHING) -> StatusReport:
 
 
 def test_a_failure_during_a_round_is_told_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it were told and kept, the next round would name this rank for what all ranks raised."""
+    """If it were reported and kept, the next round would blame this rank for the same error."""
     step = Step()
     for moment in range(1, 5):
         looks = itertools.count(1)
@@ -170,7 +170,7 @@ def test_a_failure_during_a_round_is_told_or_kept(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_failure_in_a_step_that_all_ranks_dropped_is_not_told() -> None:
-    """This rank failed just before it learned that another rank's fault had ended the step."""
+    """This rank failed before it learned that another rank's fault had ended the step."""
     step = Step()
     step.begin()
     step.end(ValueError("no"), failed=True)
@@ -181,7 +181,7 @@ def test_a_failure_in_a_step_that_all_ranks_dropped_is_not_told() -> None:
 
 
 def test_a_round_that_did_not_wait_for_this_rank_leaves_its_failures() -> None:
-    """No other rank has read them."""
+    """The verdict came without this rank's report, so no rank has read its failures."""
     step = Step()
     step.begin()
     step.end(ValueError("no"), failed=True)
@@ -194,7 +194,7 @@ def test_a_round_that_did_not_wait_for_this_rank_leaves_its_failures() -> None:
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_fault_found_without_this_rank_ends_its_next_step(is_open: bool) -> None:
-    """Or the current one: it cannot be among the ranks that the verdict calls behind."""
+    """Or its current step. Such a verdict cannot list this rank as behind."""
     step, fault = Step(), Diagnosis(Kind.FAILED, (1,), "rank 1 failed", (), (0,))
     if is_open:
         step.begin()
@@ -207,11 +207,11 @@ def test_a_fault_found_without_this_rank_ends_its_next_step(is_open: bool) -> No
 
 
 def test_steps_that_nobody_goes_on_with_are_not_open() -> None:
-    """A model and its output may live on in a variable; other ranks may have forgotten both."""
+    """A variable may keep a model and its output alive on this rank only."""
     trains, left, elsewhere = Step(), Step(), Step()
     for step in (left, elsewhere):
         step.begin()
-    elsewhere.domain = FaultDomain()  # of an earlier job of this process
+    elsewhere.domain = FaultDomain()  # an earlier job of this process
     assert take_part().is_open
     for _ in range(2):
         trains.begin()
@@ -224,7 +224,7 @@ def test_steps_that_nobody_goes_on_with_are_not_open() -> None:
 
 
 def test_a_fault_is_raised_once_in_the_thread_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that waits between two steps may hear of it there, or when the next one begins."""
+    """A rank between two steps gets the error in its wait, or when the next step begins."""
     of, step = OfEra(), Step()
     monkeypatch.setattr(reporting, "watcher", lambda: None)
     monkeypatch.setattr("fullshard.watch.step.fault_domain", lambda: of.domain)
@@ -253,7 +253,7 @@ def test_a_fault_is_raised_once_in_the_thread_that_trains(monkeypatch: pytest.Mo
 
 
 def test_no_step_ends_between_report_and_verdict() -> None:
-    """The other ranks would take this one for a rank inside of the step."""
+    """Otherwise other ranks would believe that this rank is inside the step."""
     step = Step()
     step.begin()
     thread = threading.Thread(target=lambda: step.end(failed=False))

@@ -1,4 +1,4 @@
-"""``tests/rows.toml``: every behaviour of PyTorch's FSDP2 has tests, and they exist."""
+"""Every behaviour of PyTorch's FSDP2 in ``tests/rows.toml`` has tests that exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE: dict[str, Any] = tomllib.loads((ROOT / "tests" / "rows.toml").read_text()
 ROWS: dict[str, dict[str, Any]] = TABLE["row"]
 DEFECTS: dict[str, dict[str, Any]] = TABLE["defect"]
 
-# How many behaviours each section has; those of chapter 2 are numbered one by one.
+# Number of behaviours in each section; those of chapter 2 have numbers of their own.
 SECTIONS = {"1.2": 15, "1.3": 26, "1.4": 5, "1.5": 2, "1.6": 4, "1.7": 5, "1.8": 1}
 SECTIONS |= {f"2.{number}": 1 for number in range(1, 25)}
 
@@ -32,12 +32,12 @@ def functions_in(path: str) -> frozenset[str]:
 
 
 def missing(tests: list[str]) -> list[str]:
-    """Those that are not there."""
+    """Return the tests that do not exist."""
     return [test for test in tests if not is_there(test)]
 
 
 def is_there(test: str) -> bool:
-    """A case in brackets is a program of the same file."""
+    """Return whether a test exists; a name in brackets is a program of the same file."""
     match = re.fullmatch(r"(tests/[\w/]+\.py)::(test_\w+)(?:\[(\w+)\])?", test)
     if match is None or not (ROOT / match[1]).is_file():
         return False
@@ -71,7 +71,7 @@ def test_a_defect_has_a_test_of_its_own(defect: dict[str, Any]) -> None:
 
 
 def test_programs_are_run() -> None:
-    """A program that no test runs would be evidence for nothing."""
+    """A program in brackets is a parameter of its test; an unused one would prove nothing."""
     for row in ROWS.values():
         for test in row.get("tests", ()):
             path, _, name = test.partition("::")
@@ -89,7 +89,7 @@ def test_programs_are_run() -> None:
                 for call in function.decorator_list
                 if isinstance(call, ast.Call)
                 for arg in call.args
-                for part in ast.walk(arg)  # some are in pytest.param
+                for part in ast.walk(arg)  # inside pytest.param too
                 if isinstance(part, ast.Name)
             }
             assert match[2] in given, test

@@ -1,4 +1,4 @@
-"""Runs are as long as they may be, and no longer."""
+"""Runs join all neighbours, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Our public names, parameters and defaults beside those of the PyTorch that is installed.
+"""Compares public names, parameters and defaults with those of the installed PyTorch.
 
-What PyTorch has and we have not is listed here with the reason; a name that it gains, and one that
-is listed although we have it, fail.
+``OMITTED`` lists names that only PyTorch has, with the reason. The tests fail for a new name of
+PyTorch, and for a listed name that fullshard has.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import fullshard
 from tests.versions import TORCH
 
 NEWEST = (2, 15)
-"""The newest PyTorch that the list below was made with."""
+"""The newest PyTorch for which ``OMITTED`` is complete."""
 
 OMITTED = {
     "FlatParameter": "how PyTorch's FSDP1 stores parameters, imported but in no __all__",
     "get_cls_to_fsdp_cls": "for Dynamo: in fullshard.compat alone, see compat/states.py",
     "disable_fsdp_module_new_init": "how PyTorch slices containers; our slices are never sharded",
 }
-"""What PyTorch has and we have not, and why."""
+"""Names that only PyTorch has, and the reason."""
 
 WIRES = ("AllGather", "Comm", "ReduceScatter")
 PLACES = {
@@ -44,7 +44,7 @@ PLACES = {
     "policies": (wrap, wrap.__all__),
     "gradient scaler": (sharded_grad_scaler, ["ShardedGradScaler"]),
 }
-"""Where PyTorch has public names, and those that programs import from private modules."""
+"""Where PyTorch has public names, and private modules from which programs import."""
 
 OURS = SimpleNamespace(
     **{name: getattr(fullshard.wrap, name) for name in fullshard.wrap.__all__},
@@ -54,7 +54,7 @@ OURS = SimpleNamespace(
 
 
 class Difference(NamedTuple):
-    """Something that PyTorch has in another way than we have it, or that only one has."""
+    """A name or call that differs, or that only one of both has."""
 
     path: str
     theirs: object
@@ -62,14 +62,14 @@ class Difference(NamedTuple):
 
 
 def public_members(cls: type) -> set[str]:
-    """Names that ``cls`` adds to what every module, or every object, has; or defines anew."""
+    """Return public names of ``cls`` that it defines itself, or that its base class lacks."""
     base = nn.Module if issubclass(cls, nn.Module) else object
     known = set(dir(base)) - set(vars(cls))
     return {name for name in dir(cls) if not name.startswith("_") and name not in known}
 
 
 def default_of(value: object) -> object:
-    """A default in a form that is equal where it means the same."""
+    """Return a default in a form that compares equal if the meaning is equal."""
     if isinstance(value, enum.Enum):
         return type(value).__name__, value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -78,7 +78,7 @@ def default_of(value: object) -> object:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, tuple[str, object]] | None:
-    """Name -> kind and default, of public parameters; by position, or by name, in any order."""
+    """Return kind and default of public parameters, by position or, if keyword-only, by name."""
     try:
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C
@@ -112,7 +112,7 @@ def compare_calls(path: str, theirs: Any, ours: Any) -> Iterator[Difference]:
 
 
 def is_of_newer_fields(theirs: tuple[str, Any], ours: tuple[str, Any]) -> bool:
-    """Whether the defaults are policies of one name; their fields are compared by themselves."""
+    """Return whether both defaults are policies of one name; their fields are compared apart."""
     (their_kind, their_default), (our_kind, our_default) = theirs, ours
     return (
         their_kind == our_kind
@@ -124,7 +124,7 @@ def is_of_newer_fields(theirs: tuple[str, Any], ours: tuple[str, Any]) -> bool:
 
 
 def compare(path: str, theirs: Any, ours: Any) -> Iterator[Difference]:
-    """What one has and the other has not, of one public name."""
+    """Yield the differences of one public name."""
     if not inspect.isclass(theirs):
         yield from compare_calls(path, theirs, ours)
         return

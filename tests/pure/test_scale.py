@@ -1,4 +1,4 @@
-"""How costs grow: the fit of exponents, each curve at its smallest, the order of collectives."""
+"""Growth of costs: the fit of exponents, each curve at its smallest, and equal collectives."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_small_model_as_written_down(name: str) -> None:
 
 
 def checkpointed_step(walk: Walk) -> None:
-    """Every block in a reentrant checkpoint: no graph, then a recompute and a nested backward."""
+    """Run a step with reentrant checkpoints: no graph, then recompute and nested backward."""
     met = walk.forward(blocks_follow=Follows.NOTHING)
     task = walk.new_task()
     walk.root_backward(met, task)
@@ -64,7 +64,7 @@ def checkpointed_step(walk: Walk) -> None:
 
 
 def finalized_step(walk: Walk) -> None:
-    """Two microbatches, the second's gradients assigned by hand, then one reduction of both."""
+    """Run two microbatches, the second with gradients set by hand, and one reduction of both."""
     walk.say(when.SetMachinePolicy(MachinePolicy(manual_finalization=True)))
     pends = UnitPolicy(requires_gradient_sync=False, reshard_after_backward=False)
     for unit in range(4):
@@ -121,7 +121,7 @@ def test_the_next_unit_is_gathered_before_this_one_computes() -> None:
 def test_in_an_unknown_order_a_unit_is_freed_once_the_next_gather_has_begun(
     num_units: int | None,
 ) -> None:
-    """If both are within the budget; and all of them when the root is left."""
+    """A small budget frees it before the gather; the last unit is freed with the root's forward."""
     walk = Walk(3, nbytes=100)
     if num_units is not None:
         walk.say(when.SetMachinePolicy(MachinePolicy(prefetch_budget=num_units * 100)))
@@ -145,7 +145,7 @@ def test_in_an_unknown_order_a_unit_is_freed_once_the_next_gather_has_begun(
 def test_units_are_resharded_before_their_gradients_take_memory(
     replicated: bool, sync: bool, nested: bool
 ) -> None:
-    """Those of a checkpoint, whose backward is nested, too; and what was left is left at once."""
+    """Also after a step with reentrant checkpoints, and for the root before block 0."""
     walk = Walk(3, replicated=replicated, policy=UnitPolicy(requires_gradient_sync=sync))
     if nested:
         checkpointed_step(walk)
@@ -163,7 +163,7 @@ def test_units_are_resharded_before_their_gradients_take_memory(
 
 
 def test_backward_leaves_a_unit_where_the_gradient_of_its_input_leaves_it() -> None:
-    """Before what the root computes after its first block: the gradients of an embedding."""
+    """Its reduction need not wait for the root's remaining backward, such as an embedding's."""
     walk = Walk(2)
     met = walk.forward()
     task = walk.new_task()
@@ -190,7 +190,7 @@ def test_backward_leaves_a_unit_where_the_gradient_of_its_input_leaves_it() -> N
 def test_reductions_stay_within_their_bytes(
     sizes: list[int], budget: int | None, replicated: bool
 ) -> None:
-    """One is always let through; by default not two at a time, as in PyTorch's FSDP2."""
+    """One reduction always runs; by default only one at a time, as in PyTorch's FSDP2."""
     walk = Walk(len(sizes), replicated=replicated)
     for unit, nbytes in enumerate(sizes):
         walk.machine.residents.units[unit].reduction_nbytes = nbytes
@@ -202,7 +202,7 @@ def test_reductions_stay_within_their_bytes(
         if op == "reduce_scatter":
             held[int(unit)] = ([*sizes, 0])[int(unit)]
             assert len(held) == 1 or (budget is not None and sum(held.values()) <= budget)
-        elif op in ("finish_reduce", "all_reduce"):  # replicas get one shard
+        elif op in ("finish_reduce", "all_reduce"):  # an all-reduce holds only a shard
             held.pop(int(unit), None)
     assert walk.at_rest
 
@@ -218,13 +218,13 @@ def test_a_budget_lets_as_many_reductions_run_as_fit() -> None:
         for text in walk.take():
             running += text.startswith("reduce_scatter") - text.startswith("finish_reduce")
             found = max(found, running)
-        assert found == most + (budget >= 100)  # the root's, of no bytes, fits as well
+        assert found == most + (budget >= 100)  # the root's has no bytes, and fits as well
 
 
 def backward_of(
     ahead: Ahead, *, skipped: int | None = None, silent: int | None = None
 ) -> list[str]:
-    """A backward of three blocks and a root, without ``skipped``; ``silent`` has no gradients."""
+    """Run a backward of three blocks and a root, without ``skipped``; return its communication."""
     walk = Walk(3)
     walk.say(when.SetMachinePolicy(MachinePolicy(backward_ahead=ahead)))
     met = [(unit, use) for unit, use in walk.forward() if unit != skipped]
@@ -249,7 +249,7 @@ def test_backward_may_gather_ahead_at_the_end_of_a_unit_or_never() -> None:
 
 @pytest.mark.parametrize("ahead", Ahead)
 def test_a_rank_without_gradients_communicates_in_the_same_order(ahead: Ahead) -> None:
-    """Also where what is gathered ahead is skipped."""
+    """Also if a unit that was gathered ahead is skipped."""
     for skipped in (None, 1):
         order = communicated(backward_of(ahead, skipped=skipped))
         assert ("unshard 1" in order) == (skipped is None or ahead is not Ahead.NEVER)
@@ -271,7 +271,7 @@ def test_replicas_are_reduced_once_a_unit_after_the_shards() -> None:
 
 
 def test_partial_gradients_are_reduced_by_the_pass_that_asks_for_it() -> None:
-    """Those of units that it does not enter, too."""
+    """Also partial gradients of units that the last backward does not enter."""
     walk = Walk(3, replicated=True)
     for unit in range(4):
         walk.say(when.SetPolicy(unit, UnitPolicy(requires_all_reduce=False)))
@@ -303,7 +303,7 @@ def test_secondary_shards_last_until_backward_came_or_cannot_come() -> None:
     assert 0 not in walk.secondary
     walk.say(when.WeightsChanged())
     walk.take()
-    walk.step()  # what is stale is dropped before it is gathered
+    walk.step()  # stale shards are dropped before the gather
     taken = walk.take()
     assert taken.index("reshard 1") < taken.index("unshard 1")
     assert walk.at_rest
@@ -357,7 +357,7 @@ def test_without_gradients_everything_is_sharded_after_the_root() -> None:
 
 @pytest.mark.parametrize("policy", [UnitPolicy(), KEEP, SECONDARY], ids=["free", "keep", "few"])
 def test_a_hidden_output_changes_nothing_but_what_is_retained(policy: UnitPolicy) -> None:
-    """Only one rank may have it, such as the one that logs a norm."""
+    """The output may be hidden on one rank only, such as one that logs a norm."""
     said: list[list[str]] = []
     for follows in (Follows.BACKWARD, Follows.HIDDEN):
         walk = Walk(2, policy=policy)
@@ -381,8 +381,8 @@ def test_a_backward_that_keeps_its_graph_retains_the_memory() -> None:
 
 
 def test_what_is_used_twice_is_reduced_when_backward_leaves_its_first_use() -> None:
-    """Whichever of its parameters a rank uses in which of them; once a task, also if repeated."""
-    for ready in (3, 0):  # after which of its uses the last gradient arrives on this rank
+    """Once per backward, whichever of its uses gives the last gradient, also with retain_graph."""
+    for ready in (3, 0):  # the last gradient arrives after the second use, or after the first
         walk = Walk(4)
         met = walk.forward([0, 1, 2, 3, 0])
         for _ in range(2):  # retain_graph
@@ -399,7 +399,7 @@ def test_what_is_used_twice_is_reduced_when_backward_leaves_its_first_use() -> N
 
 
 def test_forwards_that_get_a_backward_of_their_own_are_reduced_at_once() -> None:
-    """As a pipeline runs them: several forwards, then their backwards in the same order."""
+    """Pipelines run several forwards, and then their backwards in the same order."""
     walk = Walk(3)
     forwards = [walk.forward() for _ in range(3)]
     for met in forwards:
@@ -515,7 +515,7 @@ def test_members_share_a_use_until_all_have_run() -> None:
 def test_whatever_happens_the_next_step_is_a_good_one(
     happenings: list[str], budget: int, policy: UnitPolicy, replicated: bool, ahead: Ahead
 ) -> None:
-    """Forwards with and without gradients, deaths, failures, steps and loads in any order."""
+    """Forwards, freed graphs, failures, steps and loads may come in any order."""
     walk = Walk(3, policy=policy, replicated=replicated)
     machine = MachinePolicy(100 * budget if budget else None, backward_ahead=ahead)
     walk.say(when.SetMachinePolicy(machine))

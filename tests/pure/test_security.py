@@ -1,4 +1,4 @@
-"""What ``docs/security.md`` promises, where no other file tests it, and that each has its test."""
+"""Promises of ``docs/security.md`` without a test elsewhere; every promise has a test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_each_promise_has_its_test() -> None:
-    """Every item of the first section names tests, and they exist."""
+    """Every item of the first section names tests, and all named tests exist."""
     page = (ROOT / "docs" / "security.md").read_text()
     promised = page.partition("## What is promised")[2].partition("## What is not promised")[0]
     listed = re.split(r"^- ", promised, flags=re.MULTILINE)[1:]
@@ -50,7 +50,7 @@ def test_each_promise_has_its_test() -> None:
     assert [name for name in named if f"def {name}(" not in sources] == []
 
 
-# What is read runs no code
+# Reading files runs no code.
 
 
 def call_of(node: ast.AST) -> str:
@@ -58,10 +58,10 @@ def call_of(node: ast.AST) -> str:
 
 
 UNPICKLED = {
-    "checkpoint/conversion/torch_files.py": {"torch.load", "pickle.Unpickler"},  # runs nothing
-    "comm/blocking.py": {"dist.all_gather_object", "dist.broadcast_object_list"},  # among ranks
-    "comm/mesh.py": {"dist.all_gather_object"},  # among ranks
-    "train/world.py": {"dist.all_gather_object"},  # among ranks
+    "checkpoint/conversion/torch_files.py": {"torch.load", "pickle.Unpickler"},  # restricted loads
+    "comm/blocking.py": {"dist.all_gather_object", "dist.broadcast_object_list"},  # between ranks
+    "comm/mesh.py": {"dist.all_gather_object"},  # between ranks
+    "train/world.py": {"dist.all_gather_object"},  # between ranks
 }
 
 
@@ -90,7 +90,7 @@ CODE = "from pathlib import Path\nPath(__file__).with_name('it_ran').touch()\n"
 
 @pytest.fixture
 def agreeing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A user who says yes to whatever a terminal asks; what it asked."""
+    """Answer yes to all questions on a terminal; return the questions."""
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text="": [asked.append(text), "y"][1])
     return asked
@@ -158,7 +158,7 @@ def test_a_chat_template_reaches_no_code(
     assert not (tmp_path / "it_ran").exists()
 
 
-# Names in files lead nowhere else
+# Names in files cannot lead elsewhere.
 
 
 @pytest.fixture
@@ -193,11 +193,11 @@ def test_what_is_removed_and_written_ends_at_links(saved: Path, tmp_path: Path) 
     (saved / "latest").unlink()
     (saved / "latest").symlink_to(outside / "kept")
     write_flushed(saved / "latest", b"new")
-    assert (outside / "kept").read_text() == "kept"  # the link was replaced, not followed
+    assert (outside / "kept").read_text() == "kept"  # write_flushed replaced the link
     assert not (saved / "latest").is_symlink()
 
 
-# Who may read and write
+# Permissions.
 
 
 def test_files_are_as_private_as_the_umask_says(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_local_workers_meet_in_a_folder_of_their_user(monkeypatch: pytest.Monkey
 def test_the_store_of_workers_that_may_be_killed_is_on_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a store in a file, a worker that is killed while it writes hangs the others."""
+    """A killed worker cannot block a TCP store, as it could block a store in a file."""
     seen: list[set[str]] = []
 
     def started(*_: object, env: dict[str, str]) -> Any:
@@ -273,7 +273,7 @@ def test_a_doctor_tells_no_secrets_of_the_environment() -> None:
     assert launch_variables({**secrets, "RANK": "0"}) == {"RANK": "0"}
 
 
-# What users named is text
+# Names given by users are text.
 
 
 NAMES = [

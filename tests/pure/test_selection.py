@@ -1,4 +1,4 @@
-"""The list of the tests that ``make test`` leaves out names tests that exist."""
+"""The tests that the list of left-out tests names exist."""
 
 from __future__ import annotations
 

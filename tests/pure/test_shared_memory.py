@@ -1,4 +1,4 @@
-"""Memory that processes share: what is in use stays as it is, what is free is used again."""
+"""Shared memory: ranges in use are not overwritten, and free ranges are reused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_all_is_closed_in_the_end() -> None:
 
 
 def test_memory_of_others_is_mapped_shared_and_read_only() -> None:
-    """A private writable mapping counts against what the host may commit, once for each rank."""
+    """A private writable mapping would count against the host's commit limit, once per rank."""
     memory = Memory()
     memory.grow(1_000_000)
     lent = LentMemory(memory.opened_for_reading())
@@ -87,7 +87,7 @@ def test_memory_of_others_is_mapped_shared_and_read_only() -> None:
 
     assert permissions_at(read.data_ptr()) == ["r--s"]
     del lent
-    assert permissions_at(read.data_ptr()) == ["r--s"]  # as long as a tensor is there
+    assert permissions_at(read.data_ptr()) == ["r--s"]  # a tensor keeps the mapping
     assert read[5] == 77
 
 

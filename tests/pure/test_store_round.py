@@ -1,4 +1,4 @@
-"""Rounds through a real store: ranks are threads, each with a connection of its own."""
+"""Rounds through a real store; ranks are threads with connections of their own."""
 
 from __future__ import annotations
 
@@ -139,11 +139,11 @@ def test_a_look_ends_a_wait_at_once_and_its_thread_later(
         with pytest.raises(LostRankError, match="rank 1 is gone"):
             wait(StoreRound(store, "looked"))
         assert time.monotonic() - began_s < 0.4
-        store.set("others", "go on")  # the request that blocks has a connection of its own
+        store.set("others", "go on")  # the blocked request uses another connection
     for thread in {*waiting()} - before:
         thread.join(10)
         assert not thread.is_alive()
-    assert len(store._waiters) <= 2  # and they serve later waits
+    assert len(store._waiters) <= 2  # later waits reuse them
 
 
 def test_a_store_that_goes_away_ends_a_wait() -> None:
@@ -180,7 +180,7 @@ def test_a_process_that_can_start_no_thread_asks_the_store(
 
 
 class Counting(OwnStore):
-    """A connection that counts its requests."""
+    """A store connection that counts its requests."""
 
     num_asked = 0
 
@@ -199,7 +199,7 @@ def test_a_round_takes_few_requests_and_none_again_and_again(
     def rank_of(rank: int, store: OwnStore) -> str:
         now = StoreRound(store, "counted")
         if rank == 3:
-            time.sleep(1)  # the others wait for it
+            time.sleep(1)  # the other ranks wait meanwhile
         now.publish(rank, "text")
         if rank:
             return now.decision(never)

@@ -1,4 +1,4 @@
-"""Some parameters of a layout: nothing lost, nothing moved between ranks, nothing wasted."""
+"""A subset of a layout's parameters: elements stay on their ranks, in order, without gaps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chosen(draw: st.DrawFn) -> tuple[Layout, list[int]]:
 
 @given(chosen())
 def test_every_rank_keeps_the_same_of_each_parameter(case: tuple[Layout, list[int]]) -> None:
-    """What it is made of, ``Layout`` proves by itself; here, that pieces are those of before."""
+    """``Layout`` checks its own invariants; this test compares the segments with the old ones."""
     layout, params = case
     found = subset(layout, params)
     assert found.params == tuple(layout.params[param] for param in params)
@@ -39,7 +39,7 @@ def test_every_rank_keeps_the_same_of_each_parameter(case: tuple[Layout, list[in
 
 @given(chosen())
 def test_order_and_neighbours_stay(case: tuple[Layout, list[int]]) -> None:
-    """On rank 0, which has the longest pieces: an optimizer steps neighbours as one tensor."""
+    """On rank 0, which has the longest segments: an optimizer steps neighbours as one tensor."""
     layout, params = case
     after = subset(layout, params).segments_of(0)
     number_of = {param: number for number, param in enumerate(params)}
@@ -70,7 +70,7 @@ def test_shards_are_as_short_as_what_a_rank_keeps(case: tuple[Layout, list[int]]
 
 
 def test_a_few_small_ones_between_large_ones() -> None:
-    """As of adapters beside frozen matrices, whose pieces lie anywhere in the shards."""
+    """As adapters between frozen matrices, whose segments are scattered over the shards."""
     specs = [ParamSpec(f"p{i}", (64, 64) if i % 3 else (64, 2)) for i in range(12)]
     small = [number for number, spec in enumerate(specs) if spec.numel == 128]
     assert subset(PerParameter().build(specs, 4, 4), small).shard_numel == 128

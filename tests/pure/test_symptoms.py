@@ -1,8 +1,9 @@
-"""``docs/symptoms.md``: its entries, and that the texts which it quotes are those of the code.
+"""The entries of ``docs/symptoms.md``, and the origin of the texts which it quotes.
 
-A heading that is one piece of code is literal text of ours, with ``...`` for what changes. A
-comment below it names another source: ``torch: FILE`` of the installed PyTorch, perhaps with the
-piece of the text that the file has, or a program whose sources are not installed.
+A heading that is one piece of code is a literal text of fullshard, with ``...`` for variable parts.
+A comment below the heading names another source. The source is ``torch: FILE`` of the installed
+PyTorch (if needed with the part of the text that the file contains), or a program whose sources are
+not installed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ THEIRS.add("get_base_model")
 
 @cache
 def texts_of(path: Path) -> list[str]:
-    """The strings in a module, with "..." for what is formatted in."""
+    """Return the strings in a module, with "..." for formatted values."""
     tree = ast.parse(path.read_text())
     joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     parts = {id(part) for node in joined for part in node.values}
@@ -111,7 +112,7 @@ PAGES = [PAGE, *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
 
 
 def prose_of(page: Path) -> str:
-    """The page without its programs, which run; tests/ranks/test_recipes.py has these."""
+    """Return the page without its programs, which tests/ranks/test_recipes.py runs."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Words and figures of messages: one unit for bytes everywhere."""
+"""Words and figures of messages: bytes have the same units everywhere."""
 
 from __future__ import annotations
 

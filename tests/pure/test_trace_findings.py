@@ -1,4 +1,4 @@
-"""What a trace says in plain words, from rank files made by hand."""
+"""Findings of a trace in plain words, from rank files made by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUDGET = "set_prefetch_budget({})"
 
 
 def gathered(exposed_s: float, budget: int | None = None) -> Any:
-    """Blocks 0 and 1 run 10 ms each; block 2 is gathered when 1 begins, and waited for."""
+    """Return a rank file in which block 2 is gathered during block 1, and then waited for."""
     work = [["forward", 0, 0.0, 0.01], ["forward", 1, 0.01, 0.01], ["forward", 2, 0.02, 0.01]]
     actions = [action("unshard", 2, 0.01), action("wait", 2, 0.02, exposed_s)]
     engines = [{"prefetch_budget": budget, "reduction_budget": None}]

@@ -40,7 +40,7 @@ def test_what_reports_are_made_of_needs_no_torch() -> None:
     assert [line for line in found for name in names if f"plan/{name}.py" in line] == []
 
 
-# Chrome's format
+# Chrome's format.
 
 
 def test_events_are_of_chromes_format() -> None:
@@ -75,7 +75,7 @@ def test_buffers_are_counted_as_they_are_held() -> None:
     assert sum(counters[-1].values()) == 0
 
 
-# the summary
+# The summary.
 
 
 def test_ranks_are_aligned_by_the_wall_clock(folder: Path) -> None:
@@ -90,7 +90,7 @@ def test_memory_is_stacked_by_kind_with_the_plan_beside_it() -> None:
     assert found["most"]["nbytes"] == (16 * 3 + 2 + 64) * MB
     assert all(len(point) == 4 for point in found["points"])
     last = found["planned"]["points"][-1]
-    assert last == [pytest.approx(0.1), 50 * MB, 170 * MB]  # stretched to the step
+    assert last == [pytest.approx(0.1), 50 * MB, 170 * MB]  # stretched to the length of the step
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=5000))
@@ -132,7 +132,7 @@ def test_ranks_with_other_units_do_not_count_in_the_table() -> None:
 def test_the_last_step_and_the_slowest_ones_can_be_looked_at() -> None:
     steps = [busy_step(n) | {"duration_s": 0.1 + 0.01 * (n % 5)} for n in range(1, 8)]
     ranks = [rank_file(rank, steps=steps) for rank in range(2)]
-    ranks[1]["steps"] = ranks[1]["steps"][:3] + ranks[1]["steps"][4:]  # it did not keep step 4
+    ranks[1]["steps"] = ranks[1]["steps"][:3] + ranks[1]["steps"][4:]  # rank 1 did not keep step 4
     found = summarize(ranks)
     assert found["memory"]["step"] == 7
     assert [one["memory"]["step"] for one in found["others"]] == [3, 2, 1]
@@ -161,7 +161,7 @@ def test_a_trace_without_a_step_has_a_report() -> None:
     assert (found["memory"], found["lanes"], found["steps"]["count"]) == (None, [], 0)
 
 
-# files
+# Files.
 
 
 def test_files_of_ranks_that_an_earlier_run_had_are_passed_over(folder: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
         report.combine(tmp_path)
 
 
-# the page
+# The page.
 
 
 def test_the_page_holds_the_summary_and_loads_nothing(folder: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_browser_shows_the_figures_of_the_summary(tmp_path: Path, name: str) -
 
 
 def rendered(path: Path) -> str:
-    """The page as a browser without a network has drawn it; it must not complain."""
+    """Return the page as drawn by a browser without a network, which must log no errors."""
     assert CHROMIUM is not None
     done = subprocess.run(
         [
@@ -237,13 +237,13 @@ def rendered(path: Path) -> str:
 
 
 def same_number(text: str, value: float) -> bool:
-    """Whether a text with a unit says ``value``, to three digits."""
+    """Return whether a text with a unit equals ``value``, to three digits."""
     factors = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "s": 1, "ms": 1e-3, "µs": 1e-6, "": 1}
     number, _, named = text.replace(",", "").partition(" ")
     return float(number) * factors[named] == pytest.approx(value, rel=5e-3)
 
 
-# the command
+# The command.
 
 
 def test_the_command_writes_the_report_and_prints_what_was_found(

@@ -1,4 +1,4 @@
-"""What is kept of a trace's steps, from entries made by hand."""
+"""Recording the steps of a trace: the kept steps, and where steps end."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_times_of_lanes_count_where_they_are_known() -> None:
 
 
 class Later:
-    """A stamp that a device has not come to at first."""
+    """A time stamp that the device has not reached at first."""
 
     there = False
 
@@ -147,11 +147,11 @@ def test_what_was_held_when_it_failed_is_told_by_unit() -> None:
     assert held == {(1, "unsharded"): 20, (2, "unsharded"): 40, (NO_UNIT, "unsharded"): 5}
 
 
-# where steps end
+# Ends of steps.
 
 
 class Heard:
-    """A tape that hears of triggers, one a second."""
+    """Sends triggers to a tape, one a second."""
 
     def __init__(self) -> None:
         self.segments: list[tuple[Kinds, float]] = []
@@ -175,7 +175,7 @@ class Heard:
 
     def end(self) -> list[tuple[Kinds, float]]:
         self.tape.end()
-        return self.segments[:-1]  # what is left is a part of a step, perhaps empty
+        return self.segments[:-1]  # without the rest, a part of a step
 
 
 def test_a_step_ends_with_its_last_optimizer() -> None:
@@ -184,7 +184,7 @@ def test_a_step_ends_with_its_last_optimizer() -> None:
 
 
 def test_gradients_are_accumulated_within_a_step() -> None:
-    heard = Heard().changed()  # by what was loaded
+    heard = Heard().changed()  # weights were loaded
     heard.forward().backward().forward().backward().changed()
     assert heard.forward().end() == [(Kinds.STEP, 8.0)]
 
@@ -215,7 +215,7 @@ def test_a_loop_that_never_steps_is_cut() -> None:
         heard.tape.cut(heard.at_s)
     heard.changed().forward().backward().changed()
     kinds = [kind for kind, _ in heard.end()]
-    assert kinds == [Kinds.PART] * 4 + [Kinds.STEP]  # the rest of a step that was cut is no step
+    assert kinds == [Kinds.PART] * 4 + [Kinds.STEP]  # the rest of a cut step is no step
 
 
 def test_on_a_device_actions_are_stamped_on_their_lanes() -> None:

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: which one it is, where it lies, and what changes it."""
+"""The best checkpoint of a run: its choice, its place, and its changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def evaluated(run: RunDir, losses: dict[int, float]) -> None:
 
 
 def marked(mark: BestMark, run: RunDir, losses: dict[int, float | None]) -> list[int]:
-    """The best step after each checkpoint."""
+    """Save checkpoints; return the best step after each."""
     found = []
     for step, bits in losses.items():
         save(run, step)
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_is_not_complete_is_never_marked(tmp_path: Path) -> No
 
 def test_a_job_that_was_killed_before_its_mark_finds_it_when_it_goes_on(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    evaluated(run, {1: 3.0, 2: 1.0, 3: 2.0, 4: 0.5})  # the checkpoint of 4 was not complete
+    evaluated(run, {1: 3.0, 2: 1.0, 3: 2.0, 4: 0.5})  # no complete checkpoint of step 4
     for step in (1, 2, 3):
         save(run, step)
     mark = BestMark(run, is_apart=True)

@@ -1,4 +1,4 @@
-"""Chats as samples: what the template writes, and which of its tokens are answers."""
+"""Chats as samples: the rendered template, and the tokens of answers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.kit.train_chats import (
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
 
-REASONS = (  # as those of Qwen3: an empty thought only before the last answer
+REASONS = (  # as Qwen3's: an empty thought only before the last answer
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}" + ASK
 )
 FIRST = "{% for m in messages %}{{ m.content }}{% if not loop.last %} {% endif %}{% endfor %}"
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-BEHIND = FIRST + "{% if add_generation_prompt %} So:{% endif %}"  # which it does not write else
+BEHIND = FIRST + "{% if add_generation_prompt %} So:{% endif %}"  # only in a generation prompt
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "marked"])
@@ -123,7 +123,7 @@ def test_chats_become_rows_of_which_only_answers_are_learned(
     assert sorted(ends) == sorted(kept) and 30 < len(kept) < 40
     per_token = text.bytes_per_token()[0] * text.held_out.learned.sum()  # type: ignore[union-attr]
     assert per_token == pytest.approx(text.held_out.nbytes)
-    write_tokenizer(folder, MARKED)  # writes and marks the same
+    write_tokenizer(folder, MARKED)  # renders and marks the same
     assert load_text(data, vocab_size=300, pretrained=folder).key == text.key
     write_tokenizer(folder, CHATML.replace("<|im_start|>", "<s><|im_start|>"))
     assert load_text(data, vocab_size=300, pretrained=folder).key != text.key
@@ -147,7 +147,7 @@ def test_chats_without_an_answer_are_counted_and_left_out_if_asked(
     good = load_text(str(path), vocab_size=300, pretrained=folder)
     question = json.dumps({"messages": said("a", "b")[:1]})
     path.write_text("\n".join([path.read_text(), question, "{", question]))
-    for _ in range(2):  # the second is from the cache
+    for _ in range(2):  # the second time from the cache
         found = load_text(str(path), vocab_size=300, pretrained=folder, skip_bad=True)
         assert found.bad.count == 3
         for part, before in ((found.train, good.train), (found.held_out, good.held_out)):

@@ -1,6 +1,6 @@
-"""The command ``fullshard train``: what its options mean, how it tells of a failed worker.
+"""The options of ``fullshard train``, and its report of a failed worker.
 
-What it refuses: ``test_train_errors.py``.
+Its refusals are tested in ``test_train_errors.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fullshard.train.run.folder import Origin, RunDir, describe, locked, read_or
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs in an empty folder, with a cache of its own and no launcher around."""
+    """Run in an empty folder, with a cache of its own and without a launcher's variables."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -97,7 +97,7 @@ def test_help_has_groups_and_whole_options_at_any_width(
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
-    """The configurations with which workers would have been started."""
+    """Collect the configurations instead of starting workers."""
     configs: list[TrainConfig] = []
 
     def start(nproc: int, *arguments: str, keeps_going: bool) -> None:
@@ -309,7 +309,7 @@ def test_one_job_at_a_time_trains_in_a_folder(
     error = capfd.readouterr().err
     assert error.startswith(f"fullshard: error: {Path('here')}: a run is being trained")
     assert f"process {os.getpid()} on {socket.gethostname()} since " in error
-    assert run.lock.read_text().startswith("process ")  # left behind, and locks nothing
+    assert run.lock.read_text().startswith("process ")  # the file is left, but not locked
     assert main(again) == 0
     assert len(started) == 2
 
@@ -477,7 +477,7 @@ def test_every_option_is_on_the_page() -> None:
     table = page.partition("## Options")[2].partition("## What it writes")[0]
     listed = set(re.findall(r"`--([a-z-]+)`", table))
     options = {name.replace("_", "-") for name in _kinds()}
-    options = options - {"reshard", "pack"} | {"no-reshard", "no-pack"}  # on by default
+    options = options - {"reshard", "pack"} | {"no-reshard", "no-pack"}  # their defaults are on
     assert listed - {"help", "config FILE.toml"} == options
 
 

@@ -1,4 +1,4 @@
-"""The trainer's text: what is collected, how it is tokenized, and in which order it is read."""
+"""The trainer's text: its collection, tokens and order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 def test_files_are_held_out_by_name_alone() -> None:
     chosen = [Document(f"file{n}.py", "a").is_held_out for n in range(2000)]
     assert chosen == [Document(f"file{n}.py", "b").is_held_out for n in range(2000)]
-    assert 90 < sum(chosen) < 160  # one in sixteen of 2000 is 125
+    assert 90 < sum(chosen) < 160  # 2000 / 16 is 125
 
 
 def test_the_end_of_a_single_file_is_held_out() -> None:
@@ -174,7 +174,7 @@ def test_one_of_several_processes_makes_the_tokens(
 
 
 def make_older(root: Path, by_s: float = 3600.0) -> None:
-    """Files that changed a moment ago may change again at the same time of their clock."""
+    """Age the files: a recently changed file may change again with an equal time stamp."""
     for path in root.rglob("*"):
         os.utime(path, (time.time() - by_s,) * 2)
 
@@ -190,7 +190,7 @@ def test_files_are_read_once_a_machine_and_again_only_if_they_changed(
     )
 
     def load(cores: int) -> tuple[str, int]:
-        """Load as so many workers do at once; return the key and how many files were read."""
+        """Load with several workers at once; return the key and the number of files read."""
         reads.clear()
         with ThreadPoolExecutor(cores) as threads:
             found = list(threads.map(lambda _: load_text(str(root), vocab_size=400), range(cores)))
@@ -202,10 +202,10 @@ def test_files_are_read_once_a_machine_and_again_only_if_they_changed(
     assert count == 30
     assert load(4) == (first, 0)
     make_older(root)
-    assert load(2) == (first, 30)  # the same tokens
+    assert load(2) == (first, 30)  # equal tokens
     path = root / "part0" / "file00.py"
     times = path.stat()
-    path.write_text(path.read_text().replace("add", "sum"))  # as many bytes
+    path.write_text(path.read_text().replace("add", "sum"))  # equal size
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     second, count = load(2)
     assert second != first and count == 30
@@ -276,7 +276,7 @@ def test_tokens_of_all_groups_are_never_in_memory_together(
     held_out = np.load(tmp_path / "cache" / "held_out.npy")
     assert len(tokens) + len(held_out) == 40 << 18
     assert [*np.unique(np.diff(np.flatnonzero(np.diff(tokens))))] == [1 << 18]
-    assert peak < 4 * (2 << 18)  # four groups of forty
+    assert peak < 4 * (2 << 18)  # four of the forty groups
 
 
 def test_tokenizing_tells_how_far_it_is(
@@ -294,7 +294,7 @@ def test_tokenizing_tells_how_far_it_is(
 def test_the_text_is_loaded_before_workers_wait_for_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Collectives have a time-out, and tokenizing may take longer."""
+    """Tokenizing may take longer than the time-out of collectives."""
 
     def join() -> None:
         raise InterruptedError
@@ -305,5 +305,5 @@ def test_the_text_is_loaded_before_workers_wait_for_each_other(
         worker.run_worker(config, prepared=False)
     monkeypatch.setattr(data, "fill_cache", None)
     assert load_text(config.data, vocab_size=2048).num_documents == 30
-    with pytest.raises(InterruptedError):  # what fails is told later, on all workers
+    with pytest.raises(InterruptedError):  # the error is reported later, on all workers
         worker.run_worker(replace(config, data="nowhere"), prepared=False)

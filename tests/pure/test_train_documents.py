@@ -1,4 +1,4 @@
-"""What ``--data`` reads: text, JSON and JSONL, files and folders; tables: test_train_hub.py."""
+"""Text, JSON and JSONL files and folders for ``--data``; test_train_hub.py tests tables."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_record_without_text_is_refused_by_its_line(
 
 
 def write_some_bad(path: Path, bad: int) -> list[int]:
-    """Write 40 records of which every fourth is bad in turn; return the numbers of bad lines."""
+    """Write 40 records, ``bad`` of them bad in four ways; return the numbers of bad lines."""
     lines = [json.dumps({"text": f"text {n}"}).encode() for n in range(40)]
     kinds = [b'{"text": ', b'{"text": "\xff"}', b'{"other": 1}', b"[" * 100_000]
     for n in range(bad):
@@ -157,7 +157,7 @@ def test_an_array_of_records_is_read_as_records_and_other_json_as_text(tmp_path:
 def zstd(data: bytes) -> bytes:
     zstandard = pytest.importorskip("zstandard", reason="the extra zstd is not installed")
     both = [zstandard.compress(part) for part in (data[:5], data[5:])]
-    return b"".join(both)  # as several threads write it
+    return b"".join(both)  # two frames, as multi-threaded writers make
 
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}

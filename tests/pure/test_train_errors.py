@@ -1,4 +1,4 @@
-"""What a command line can get wrong: one line, exit code 2, nothing written or changed."""
+"""Wrong command lines print one line, exit with code 2, and change no files."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def refuse_to_start(nproc: int, *arguments: str, keeps_going: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with ``FILES``, a cache elsewhere, no launcher around, and nothing that starts."""
+    """Run in a folder with ``FILES``, without a launcher's variables, and start no workers."""
     for name in (*LAUNCHED, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Folders of a hub and tables, read as the ``datasets`` library reads them."""
+"""Folders of a hub and tables are read as by the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def table(texts: Iterable[str], path: Path) -> None:
 
 
 def write(root: Path, files: dict[str, object]) -> None:
-    """Write texts as records in the format of each name, and strings as they are."""
+    """Write lists of texts in the format of each file name, and strings as plain text."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -265,5 +265,5 @@ def test_texts_with_splits_in_all_names_are_read_like_records(tmp_path: Path) ->
         "wiki.valid.tokens (split valid)",
         "README.md (about the data)",
     )
-    write(tmp_path, {"more.py": "print()\n"})  # now one name gives no split
+    write(tmp_path, {"more.py": "print()\n"})  # now one name has no split
     assert len(collect(str(tmp_path)).documents) == 5

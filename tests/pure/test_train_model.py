@@ -1,4 +1,4 @@
-"""The trainer's model, learning rate, configuration and metrics file."""
+"""The trainer's model, learning rates, configuration and metrics file."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_straight_line_is_straight_and_wsd_falls_in_its_last_fifth() -> None:
     wsd = TrainConfig(steps=600, lr=1.0, lr_schedule=LrSchedule.WSD)
     rates = [learning_rate(step, wsd) for step in range(1, 601)]
     assert set(rates[39:480]) == {1.0}
-    assert rates[539] == pytest.approx(1 - 0.95 / 2)  # half-way from 480 to 600
+    assert rates[539] == pytest.approx(1 - 0.95 / 2)  # half-way between 480 and 600
     assert rates[480] < 1.0
 
 
@@ -222,7 +222,7 @@ def test_a_configuration_survives_json() -> None:
     config = TrainConfig(data="/x", stop_after=3, dtype=Dtype.BF16, model="10m", lr=1e-3)
     config = dataclasses.replace(config, keep=2, betas="0.9,0.99", lr_schedule=LrSchedule.WSD)
     assert TrainConfig.from_json(config.to_json()) == config
-    assert TrainConfig.from_json('{"dtype": "fp32"}') == TrainConfig()  # by an earlier version
+    assert TrainConfig.from_json('{"dtype": "fp32"}') == TrainConfig()  # from an earlier version
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``--patience``: which evaluations count, and when a run is over."""
+"""``--patience``: the evaluations that count, and the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers of pretrained models: the same tokens that ``transformers`` makes of a text."""
+"""Tokenizers of pretrained models give the tokens of ``transformers``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def change(folder: Path, **facts: Any) -> None:
 
 
 def rewrite(folder: Path, end: str = "", **settings: Any) -> None:
-    """Change the tokenizer; ``end`` spells another end mark."""
+    """Change the settings of the tokenizer, and its end mark if ``end`` is given."""
     path = folder / "tokenizer.json"
     text = path.read_text()
     if end:

@@ -1,4 +1,4 @@
-"""What one sees while it trains: on a terminal, and where there is none."""
+"""The progress that training shows, on a terminal and without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of samples side by side: nothing lost, nothing twice, nothing learned that is no answer."""
+"""Packed rows: every sample once, none lost, and no learned tokens but answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.train.data.rows import IGNORED, Packed, pack
 
 
 def packed(lengths: list[int], learned: list[bool], seq: int) -> Packed:
-    """Samples of tokens 1, 2, 3, ..., all different."""
+    """Return packed samples of distinct tokens 1, 2, 3, ..."""
     tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
     starts = np.cumsum([0, *lengths])
     return Packed(tokens, starts, np.array(learned[: len(tokens)], bool), seq, padding=0)
@@ -28,7 +28,7 @@ def test_every_piece_is_in_one_row_and_rows_are_full(sizes: list[int], capacity:
     assert sorted(piece for row in rows for piece in row) == list(range(len(sizes)))
     filled = sorted(sum(sizes[piece] for piece in row) for row in rows)
     assert all(size <= capacity for size in filled)
-    assert all(2 * size > capacity for size in filled[1:])  # of two half-empty ones, one is wrong
+    assert all(2 * size > capacity for size in filled[1:])  # two half-empty rows would fit in one
 
 
 @given(data=st.data(), lengths=st.lists(st.integers(0, 12), max_size=20), seq=st.integers(1, 9))

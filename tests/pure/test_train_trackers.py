@@ -1,4 +1,4 @@
-"""Trackers: each gets the figures of a step by its own library, or says what is missing."""
+"""Trackers: each gets the figures of a step through its own library, or reports what is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIGURES = [(1, {"loss": 2.5, "lr": 0.1}), (2, {"loss": 2.0, "lr": 0.2})]
 
 
 class Spy(ModuleType):
-    """A library that notes its calls; both of ``wandb`` and of ``mlflow``."""
+    """A fake of ``wandb`` or ``mlflow`` that records calls."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

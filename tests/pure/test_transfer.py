@@ -1,4 +1,4 @@
-"""Parts of tensors in messages: whatever the cuts of both ends, each element arrives once."""
+"""Parts of tensors in messages: for any shards of both sides, each element arrives once."""
 
 from __future__ import annotations
 

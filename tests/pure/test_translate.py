@@ -1,4 +1,4 @@
-"""``fullshard translate``: code for a key of DeepSpeed or Accelerate, or a word about it."""
+"""``fullshard translate``: each key of DeepSpeed or Accelerate becomes code or a remark."""
 
 from __future__ import annotations
 

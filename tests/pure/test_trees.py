@@ -1,4 +1,4 @@
-"""Tensors inside inputs and outputs: what is found, and what else casts keep."""
+"""Tensors inside inputs and outputs are found, and casts keep everything around them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 
 class Checked(Pair):
-    """Has attributes, and another constructor."""
+    """Has attributes, and a constructor with other arguments."""
 
     note: str
 
@@ -74,7 +74,7 @@ class Rows(list[Any]):
 
 @dataclasses.dataclass
 class Output(OrderedDict[str, Any]):
-    """As those of transformers: its fields are items, too."""
+    """Its fields are items too, as in outputs of transformers."""
 
     loss: Any = None
     logits: Any = None
@@ -88,7 +88,7 @@ class Output(OrderedDict[str, Any]):
 
 
 class Lazy(Mapping[str, Any]):
-    """Must not be read."""
+    """Fails if it is read."""
 
     def __getitem__(self, key: str) -> Any:
         raise AssertionError(key)
@@ -101,7 +101,7 @@ class Lazy(Mapping[str, Any]):
 
 
 class LazyDict(dict[str, Any]):
-    """Computes on access."""
+    """Fails if its values are read, as they would be computed."""
 
     def __getitem__(self, key: str) -> Any:
         raise AssertionError(key)

@@ -1,4 +1,4 @@
-"""What a type checker knows of our options; ``make check`` fails if an ``ignore`` is not needed."""
+"""The types of options; ``make check`` fails if an ``ignore`` here is not needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.frontend.fully_shard import ShardOptions, fully_shard
 
 
 def right(model: nn.Sequential) -> None:
-    """Options, and methods once the class is asked for, as in the quickstart."""
+    """Valid options, and methods after an ``isinstance`` check, as in the quickstart."""
     fullshard.shard_blocks(model, mp_policy=fullshard.MixedPrecisionPolicy(torch.bfloat16))
     fullshard.shard_blocks(model, mp_policy=TorchPolicy(), layout=fullshard.Ragged())
     fullshard.fully_shard(model, mp_policy=TorchPolicy())
@@ -22,7 +22,7 @@ def right(model: nn.Sequential) -> None:
 
 
 def wrong(model: nn.Module) -> None:
-    """Misspelled options, and values of another type."""
+    """Misspelled options, and values of wrong types."""
     fullshard.shard_blocks(model, layuot=fullshard.Ragged())  # type: ignore[call-arg]
     fullshard.shard_blocks(model, mp_policy="bf16")  # type: ignore[arg-type]
     fullshard.shard_blocks(model, wire="bf16")  # type: ignore[arg-type]
@@ -30,7 +30,7 @@ def wrong(model: nn.Module) -> None:
 
 
 def test_shard_blocks_takes_the_options_of_fully_shard() -> None:
-    """All but those that it names itself."""
+    """Except the options that it declares itself."""
     named = {"module", "mesh", "reshard_after_forward", "ignored_params", "return"}
     ours, theirs = typing.get_type_hints(ShardOptions), typing.get_type_hints(fully_shard)
     assert ours == {name: kind for name, kind in theirs.items() if name not in named}

@@ -1,4 +1,4 @@
-"""The diagnosis, a function of what all ranks say."""
+"""The diagnosis, as a function of the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def report(
     failed_s: float = 0.0,
     stack: str = "",
 ) -> StatusReport:
-    """A rank that issued a gather of each of ``units`` and may wait for the last one."""
+    """Return the report of a rank that issued a gather of each unit, and may wait for the last."""
     recent = tuple(issued(number, unit) for number, unit in enumerate(units))
     waiting = None if waits_s is None else len(units) - 1
     group = GroupStatus("0", tuple(range(world)), len(units), recent, waiting, waits_s or 0.0)
@@ -45,7 +45,7 @@ def report(
 
 
 def saving(waited_s: float, *, world: int = 3) -> GroupStatus:
-    """The ledger of councils on a rank that waits for the others to save."""
+    """Return the group status of a rank that waits for others in a save."""
     save = Issued(2, "save", "a checkpoint", 0)
     return GroupStatus("councils", tuple(range(world)), 3, (save,), 2, waited_s)
 
@@ -100,7 +100,7 @@ def test_who_failed_before_others_began_is_waited_for_then_they_leave_the_step_o
     assert found(failed, failed._replace(rank=0), idle[1]).kind is Kind.UNDECIDED
     what = found(failed._replace(failed_s=PATIENCE_S + 1), *idle)
     assert (what.kind, what.ranks, what.behind) == (Kind.FAILED, (1,), (0, 2))
-    # Whoever ends its program leaves word.
+    # A rank that ends its program publishes the reason.
     last = failed._replace(ends_program=True)
     assert found(last, *idle).kind is Kind.NOTHING
     assert found(last, report(0, ("a",)), idle[1]).kind is Kind.UNDECIDED
@@ -108,7 +108,7 @@ def test_who_failed_before_others_began_is_waited_for_then_they_leave_the_step_o
 
 
 def ended(one: StatusReport, num_ended: int) -> StatusReport:
-    """Return ``one`` of a rank whose last good step ended after so many collectives."""
+    """Return a report with a last good step that ended after ``num_ended`` collectives."""
     return one._replace(groups=tuple(its._replace(num_ended=num_ended) for its in one.groups))
 
 
@@ -124,17 +124,17 @@ def test_who_failed_in_a_step_that_others_ended_is_told() -> None:
         f"rank 1 failed: {why}, in a step that ranks 0, 2 had already ended: only some ranks have "
         "its gradients. Load a checkpoint on all ranks"
     )
-    # Nobody has begun the next one: they may be about to step their weights, or to clip.
+    # No rank has begun the next step, so the others may be about to step their weights, or to clip.
     assert found(between._replace(rank=0), failed, between).kind is Kind.UNDECIDED
     assert found(between._replace(rank=0), late, between).kind is Kind.HALF_STEPPED
-    # They wait for a norm to clip by, and then drop the step.
+    # Rank 0 waits for a norm to clip by, and will drop the step.
     clips = ended(report(0, ("a", "b", "norm"), waits_s=0.1, is_open=False), 2)
     assert found(clips, failed, between).kind is Kind.FAILED
-    # They wait in a save, before which weights may have been stepped.
+    # Rank 0 waits in a save, before which weights may have been stepped.
     saves = between._replace(rank=0, groups=(*between.groups, saving(0.1)))
     assert found(saves, failed, between).kind is Kind.UNDECIDED
     assert found(saves, late, between).kind is Kind.HALF_STEPPED
-    # They are still in that step, or the one who failed had ended it, too.
+    # The others are still in that step; or the failed rank had ended it, too.
     inside = ended(report(0, ("a", "b"), waits_s=0.1), 0), ended(report(2, ("a", "b")), 0)
     assert found(inside[0], failed, inside[1]).kind is Kind.UNDECIDED
     assert found(next_step, ended(failed, 2), between).kind is Kind.FAILED
@@ -152,13 +152,13 @@ def test_an_optimizer_that_was_left_in_its_step_is_told_at_once() -> None:
         f"rank 1 failed: {why}, so the weights there are half-stepped. "
         "Load a checkpoint on all ranks"
     )
-    # All were left: nobody knows whether their weights are alike.
+    # All ranks are half-stepped, so nobody knows whether their weights are alike.
     assert found(left._replace(rank=0), left, left._replace(rank=2)).ranks == (0, 1, 2)
-    # Ranks also differ in what they run, as the weights say which way to go, or wait for who left.
+    # Half-stepped weights may make ranks run different units. A lost rank is named first.
     assert found(report(0, ("a", "c")), left, waits._replace(rank=2)).kind is Kind.HALF_STEPPED
     gone = {2: Absence(DEAD, True)}
     assert found(waits, left, absent=gone).kind is Kind.LOST
-    other = left._replace(groups=())  # of another job of training
+    other = left._replace(groups=())  # another training job
     assert found(report(0, ("a",), is_open=False), other).behind == (1,)
 
 
@@ -191,7 +191,7 @@ def test_who_is_absent_is_told(is_final: bool, kind: Kind) -> None:
 
 
 def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_lost() -> None:
-    """It takes part in collectives while others wait for less, or for a rank that has answered."""
+    """The rank may still take part in collectives, until all others have waited long enough."""
     silent = {1: Absence("has no heartbeat", is_final=True, least_wait_s=30.0)}
 
     def what(waits_s: float, third: StatusReport, *, is_open: bool = True) -> Kind:
@@ -199,7 +199,7 @@ def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_
         return found(first, third, absent=silent).kind
 
     assert what(29.0, report(2, ("a", "b"), waits_s=29.0)) is Kind.LATE
-    assert what(31.0, report(2, ("a",))) is Kind.LATE  # it is late, and rank 1 may wait for it
+    assert what(31.0, report(2, ("a",))) is Kind.LATE  # rank 2 is late, and rank 1 may wait for it
     assert what(31.0, report(2, ("a", "b"), waits_s=31.0)) is Kind.LOST
     running = report(0, ("a", "b")), report(2, ("a", "b"))
     assert found(*running, absent=silent).kind is Kind.NOTHING
@@ -229,9 +229,9 @@ def test_who_has_not_begun_the_step_that_is_dropped_is_known() -> None:
     loading = report(2, (), is_open=False)
     assert found(waiting, failed, loading).behind == (2,)
     assert found(waiting, failed, report(2, ("a",), is_open=False)).behind == (2,)
-    assert found(waiting, failed, report(2, (), is_open=True)).behind == ()  # it is in it
+    assert found(waiting, failed, report(2, (), is_open=True)).behind == ()  # rank 2 is in the step
     ended = report(2, ("a", "b"), is_open=False)
-    assert found(waiting, failed, ended).behind == ()  # it issued more than who failed
+    assert found(waiting, failed, ended).behind == ()  # issued more than the failed rank
     clips = report(2, ("a",), is_open=False, waits_s=0.1)  # this wait may end before the verdict
     assert found(waiting, failed, clips).behind == (2,)
     assert found(report(0, ("a",)), failed._replace(failed_s=0.1), loading).behind == ()
@@ -253,12 +253,12 @@ def test_who_has_not_begun_the_step_may_be_of_another_replica() -> None:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_rank_too_slow_to_report_may_fail_alike(is_known: bool) -> None:
-    """If the verdict were that nothing is wrong, its own failure would be a fault later."""
+    """If the verdict were that nothing is wrong, its own failure would become a later fault."""
     failed = report(0, ("a",), is_open=False, failure="E", failed_s=0.1)
     failed = failed._replace(groups=failed.groups if is_known else ())
     others = failed._replace(rank=2), failed._replace(rank=2, failed_s=PATIENCE_S + 1)
     silent = {1: Absence("lives, but does not answer", is_final=False)}
-    early = Kind.UNDECIDED if is_known else Kind.NOTHING  # it trains nothing with the others
+    early = Kind.UNDECIDED if is_known else Kind.NOTHING  # it shares no training with others
     assert found(failed, others[0], absent=silent).kind is early
     late = failed._replace(failed_s=PATIENCE_S + 1)
     assert found(late, others[1], absent=silent).kind is (Kind.FAILED if is_known else Kind.NOTHING)
@@ -267,24 +267,25 @@ def test_a_rank_too_slow_to_report_may_fail_alike(is_known: bool) -> None:
 
 
 def closed(one: StatusReport, num_closed: int) -> StatusReport:
-    """Return ``one`` of a rank that closed a step after so many collectives."""
+    """Return a report of a rank that closed a step after ``num_closed`` collectives."""
     return one._replace(groups=tuple(its._replace(num_closed=num_closed) for its in one.groups))
 
 
 @pytest.mark.parametrize("waits_s", [None, 0.1])
 def test_a_rank_that_is_about_to_close_a_step_is_waited_for(waits_s: float | None) -> None:
-    """Else it would drop a step that other ranks ended, and begin the one that they dropped."""
+    """Otherwise it would drop the step that others ended, and begin the one that they dropped."""
     failed = closed(report(1, ("a", "b", "a"), is_open=False, failure="E", failed_s=0.1), 2)
-    closing = report(0, ("a", "b"), waits_s=waits_s)  # all ranks have issued what it waits for
+    closing = report(0, ("a", "b"), waits_s=waits_s)  # all ranks have issued the awaited collective
     waits = closed(report(2, ("a", "b", "a", "b"), waits_s=0.1), 2)
     assert found(closing, failed, waits).kind is Kind.UNDECIDED
     between = closed(closing, 2)._replace(is_open=False)
     what = found(between, failed, waits)
     assert (what.kind, what.ranks, what.behind) == (Kind.FAILED, (1,), (0,))
-    # It is in the step of the others, which it cannot close.
+    # Rank 0 is inside the step of the others, and cannot close it.
     assert found(closed(closing, 2), failed, waits).kind is Kind.FAILED
     assert found(report(0, ("a", "b", "a", "b"), waits_s=0.1), failed, waits).kind is Kind.FAILED
-    # It has stayed in the step for too long: if that was one of training, it is half-stepped.
+    # Rank 0 stayed in the step for too long. If it was a training step, the weights are
+    # half-stepped.
     late = failed._replace(failed_s=PATIENCE_S + 1)
     assert found(closing, late, waits).kind is Kind.FAILED
     what = found(closing, ended(late, 2), ended(waits, 2))
@@ -293,7 +294,7 @@ def test_a_rank_that_is_about_to_close_a_step_is_waited_for(waits_s: float | Non
 
 
 def messages() -> list[str]:
-    """One of each kind, as docs/faults.md shows them."""
+    """Return a message of each kind, as docs/faults.md shows them."""
     units, ahead = ("blocks.0", "blocks.1"), ("blocks.0", "blocks.3")
     waits, other = report(0, units, waits_s=0.1), report(2, units)
     place = "ValueError: no (train.py:40), in the forward of unit blocks.2"
@@ -334,7 +335,7 @@ def test_the_documentation_shows_what_is_said(number: int) -> None:
 
 @given(st.data())
 def test_ranks_in_one_order_are_never_at_fault(data: st.DataObject) -> None:
-    """However far each has come, whoever waits: nobody is to blame but those who are late."""
+    """However far each rank has come, only late ranks are named."""
     world = data.draw(st.integers(2, 5))
     said = []
     for rank in range(world):
@@ -353,7 +354,7 @@ def test_ranks_in_one_order_are_never_at_fault(data: st.DataObject) -> None:
 
 
 def test_a_rank_that_has_not_begun_is_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may read data for any time before it shards its model."""
+    """A rank may read data for any time before it shards its model."""
     monkeypatch.setenv("FULLSHARD_PATIENCE_S", "0.01")
     roll = Liveness(dist.HashStore())
     for _ in range(2):
@@ -365,8 +366,8 @@ def test_a_rank_that_has_not_begun_is_never_lost(monkeypatch: pytest.MonkeyPatch
 def test_a_silence_that_was_waited_for_is_not_waited_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither by those who vote on what comes next; whoever speaks again begins anew."""
-    monkeypatch.setenv("FULLSHARD_PATIENCE_S", "5")  # so 30 s of silence are too long
+    """Voters inherit the silence that the watch measured; a new heartbeat ends it."""
+    monkeypatch.setenv("FULLSHARD_PATIENCE_S", "5")  # 30 s of silence are too long
     at_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: at_s[0])
     monkeypatch.setattr(time, "sleep", lambda _: None)
@@ -393,7 +394,7 @@ def test_a_silence_that_was_waited_for_is_not_waited_for_again(
 
 
 def test_ranks_that_all_meet_wait_for_nobody() -> None:
-    """Connecting may take longer than the patience, where it cannot be done."""
+    """Connecting may take longer than the patience where no connection is possible."""
     meeting = Issued(0, "rendezvous", "", 0)
     said = {
         rank: StatusReport(
@@ -408,14 +409,14 @@ def test_a_rank_that_dies_while_it_rings_silences_nobody(monkeypatch: pytest.Mon
     store = dist.HashStore()
     monkeypatch.setattr("fullshard.watch.rounds.own_store", lambda: store)
     own = Rounds(0, 2)
-    store.add("fullshard/rounds", 1)  # and no more
+    store.add("fullshard/rounds", 1)  # the rank dies before its trigger is complete
     assert own.next_begun() is None
     own.trigger(after=own.num_triggered)
     assert [own.next_begun() for _ in range(3)] == [1, 2, None]
 
 
 class Counting:
-    """A store that counts what it is asked."""
+    """A store that counts its requests."""
 
     def __init__(self) -> None:
         self.inner, self.num_asked = dist.HashStore(), 0
@@ -450,11 +451,11 @@ def test_what_was_said_in_earlier_rounds_is_not_kept(
         found = {one.verdict(number).text for one in ranks}
         assert len(found) == 1 and f"the gather of unit {units[-1]}" in found.pop()
         sizes.append(store.inner.num_keys())
-    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] < 5  # not by the number of ranks
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] < 5  # independent of the number of ranks
 
 
 class Interrupted(Counting):
-    """A store that another judge uses right before a verdict is written."""
+    """A store on which another rank acts right before a verdict is written."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("set", "compare_set"):
@@ -490,7 +491,7 @@ def test_two_diagnoses_of_one_round_are_one_verdict(monkeypatch: pytest.MonkeyPa
 
 
 def test_few_look_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each of many ranks would ask the store for all others, in each round."""
+    """Otherwise each of many ranks would query all others in each round."""
     store, ranks = ranks_of(64, monkeypatch)
     ranks[3].report_exit("exited")
     asked = {}
@@ -500,13 +501,13 @@ def test_few_look_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             one.report(1, report(rank, ("a",), world=64))
         asked[rank] = store.num_asked - before
     assert sum(number > 10 for number in asked.values()) < 10
-    assert store.inner.check(["fullshard/round/1/decision"])  # by the last, as it knows who ended
+    assert store.inner.check(["fullshard/round/1/decision"])  # the last rank knows of the exit
 
 
 def test_a_rank_that_begins_later_knows_the_era_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else it would wait to meet them under another name."""
+    """Otherwise it would wait for the others under another key."""
     store, (one, other) = ranks_of(2, monkeypatch)
     assert (one.last_fault, other.last_fault) == ("0", "0")
     failed = report(1, ("a",), world=2, is_open=False, failure="E")
@@ -515,7 +516,7 @@ def test_a_rank_that_begins_later_knows_the_era_of_the_others(
         other.report(number, failed)
         assert one.verdict(number) == other.verdict(number)
         assert one.verdict(number).is_fault == (number == 1)
-    store.add("fullshard/rounds", 3)  # the third has begun
+    store.add("fullshard/rounds", 3)  # the third round has begun
     later = Rounds(1, 2)
     assert later.last_fault == one.last_fault == "1"
     store.set("fullshard/trigger/3", "")

@@ -1,4 +1,4 @@
-"""What policies choose, beside ``torch.distributed.fsdp.wrap`` on the same models."""
+"""The modules that policies choose, compared with ``torch.distributed.fsdp.wrap``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.ranks.models import Trouble, message_of
 
 
 class Wrapped(nn.Module):
-    """What both sides wrap in."""
+    """The wrapper class of both sides."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Outer(nn.Module):
 
 
 class Model(nn.Module):
-    """Containers in containers, and a parameter of its own on every level."""
+    """Nested containers, with parameters on every level."""
 
     def __init__(self, dim: int = 4) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def names_by_torch(
     ignored: Ignored = Ignored(),
     mixed_precision: Any = None,
 ) -> dict[str, dict[str, Any]]:
-    """What is wrapped, in the names that it had before, and with which options, in order."""
+    """Return the names of wrapped modules before wrapping, in order, with their options."""
     names = {module: name for name, module in model.named_modules()}
     found = {}
 
@@ -159,7 +159,7 @@ def test_the_same_modules_in_the_same_order(name: str) -> None:
 
 
 def test_the_policies_choose_different_things() -> None:
-    """Or the test above would show little."""
+    """If they chose the same, the test above would show little."""
     chosen = {name: tuple(names_by_us(Model(), own)) for name, (_, own) in POLICIES.items()}
     assert len(set(chosen.values())) > 15
     assert chosen["large"] == chosen["custom_none"] == ()
@@ -179,7 +179,7 @@ def test_what_is_ignored_does_not_count(name: str) -> None:
 
 
 def test_nobody_is_asked_about_what_is_ignored() -> None:
-    """Nor twice about a shared module, nor a function policy about the model itself."""
+    """Shared modules are asked about once, and a function policy is not asked about the root."""
     model = Model()
     model.outer[1].layers[0] = model.outer[0].layers[0]
     ignored = Ignored.of([model.outer[0].parts, model.encoder])
@@ -206,7 +206,7 @@ def test_ignored_elements_decide() -> None:
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if not name.startswith("custom")])
 def test_classes_of_their_own(name: str) -> None:
-    """Batch norms under mixed precision; the recursion of function policies aside, see below."""
+    """As batch norms under mixed precision; function policies recurse differently, see below."""
     policy, own = POLICIES[name]
     chosen = names_by_us(
         Model(), own, single_classes=(nn.BatchNorm1d,), single_options={"mixed_precision": None}
@@ -222,7 +222,7 @@ def test_classes_of_their_own(name: str) -> None:
 
 
 def test_classes_of_their_own_open_no_leaf() -> None:
-    """PyTorch goes on into leaves then, and tears an attention apart, which cannot run."""
+    """PyTorch looks inside leaves then, and wraps parts of an attention, which cannot run."""
     policies = bound("size_based_auto_wrap_policy", min_num_params=16)
     inside = {name for name, _ in Model().named_modules() if name.endswith("out_proj")}
     assert not inside & set(names_by_us(Model(), policies[1], single_classes=(nn.BatchNorm1d,)))
@@ -255,7 +255,7 @@ def test_defaults_of_the_size_based_policy_may_be_changed(monkeypatch: pytest.Mo
 
 
 def test_one_of_ours_works_in_torch() -> None:
-    """A class policy is a function policy too."""
+    """A class policy can be called as a function policy."""
     policy = ours.ModuleWrapPolicy({nn.Linear, Inner})
     assert names_by_torch(Model(), policy).keys() == names_by_us(Model(), policy).keys()
 
@@ -285,11 +285,11 @@ def test_a_wrong_answer_is_named() -> None:
         units_of(Model(), policy)
 
 
-# modules and parameters in several places
+# Modules and parameters in several places.
 
 
 class Sharing(nn.Module):
-    """One block in three places, in two parents."""
+    """One block in three places, with two parents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ def test_torch_leaves_the_second_place_bare() -> None:
 
 
 def test_a_tied_parameter_counts_once() -> None:
-    """Torch takes it off twice, and may not see that enough is left."""
+    """PyTorch subtracts it twice, and may not see that enough parameters remain to wrap."""
     inner = nn.Module()
     inner.own = nn.Parameter(nn.Linear(5, 5).weight.detach().clone())
     inner.one, inner.two = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
@@ -378,7 +378,7 @@ def test_a_module_inside_of_two_units_is_refused() -> None:
     check_tied_together(model, units_of(model, ours.ModuleWrapPolicy({nn.Sequential, nn.Linear})))
 
 
-# frozen parameters
+# Frozen parameters.
 
 
 @pytest.mark.parametrize("frozen", ["outer.0.parts", "outer.0.layers.0.mlp.0", "head", "outer"])
@@ -386,7 +386,7 @@ def test_a_module_inside_of_two_units_is_refused() -> None:
 def test_frozen_beside_trainable_is_refused_where_torch_does(
     frozen: str, kinds: tuple[type[nn.Module], ...]
 ) -> None:
-    """Torch leaves out the root, unless the policy names it, and finds it out half way."""
+    """PyTorch checks the root only if the policy names it, and fails halfway through wrapping."""
     model = Model()
     model.get_submodule(frozen).requires_grad_(False)
     units = units_of(model, ours.ModuleWrapPolicy(kinds))
@@ -419,7 +419,7 @@ def test_ignored_parameters_may_be_frozen_anywhere() -> None:
     check_frozen_apart(model, units, Ignored.of([model.outer[0].parts.a.mlp]))
 
 
-# replacing
+# Replacing modules.
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 8])
@@ -471,7 +471,7 @@ def test_what_comes_back_must_be_a_module() -> None:
 
 
 def annotated(module: Any, **options: Any) -> list[Any]:
-    """One of the two modules: what ``wrap`` makes outside and inside of the block."""
+    """Return the results of ``wrap`` of one implementation, outside and inside of the block."""
     linear = nn.Linear(2, 2)
     outside = module.wrap(linear, color="red")
     with module.enable_wrap(wrapper_cls=Wrapped, color="red", size=1, **options):
@@ -512,7 +512,7 @@ def sharded_names(model: nn.Module) -> list[str]:
 
 
 class Runs(nn.Sequential):
-    """Two blocks of two linear layers, and one more."""
+    """Two blocks of two linear layers, and a single layer."""
 
     def __init__(self) -> None:
         blocks = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
@@ -541,7 +541,7 @@ class Scale(nn.Module):
 
 
 def test_options_of_a_unit_are_not_those_of_the_model(world_of_one: None) -> None:
-    """The model itself could not shard a scalar."""
+    """A per-unit option makes a scalar shardable, which the model's own options refuse."""
     model = nn.Sequential(nn.Linear(3, 3), Scale())
     with pytest.raises(ConfigError, match="is a scalar"):
         fullshard.shard_blocks(model, policy=ours.ModuleWrapPolicy({nn.Linear}))

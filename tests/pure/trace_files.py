@@ -47,7 +47,7 @@ def total(total_s: float = 0.0, count: int = 0) -> dict[str, float]:
 
 
 def rank_file(rank: int = 0, *, waited_s: float = 0.0, steps: Any = (), **other: Any) -> Any:
-    """The file of a rank with a root and three blocks, all steps of which were kept."""
+    """Return the file of a rank with a root and three blocks, with every step kept."""
     units = [unit("blocks.0"), unit("blocks.1"), unit("blocks.2"), unit("(root)", 4 * MB)]
     steps = list(steps) or [step()]
     waits = [{"gathers": 2, "gather": total(), "reduction": total()} for _ in units]

@@ -1,4 +1,4 @@
-"""A simulated model that walks through training steps and tells the scheduler, as hooks would."""
+"""A simulated model that walks through training steps, and sends triggers as hooks would."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Walk"]
 
 @dataclass
 class Walk:
-    """``num_blocks`` units below a root; ``say`` passes a trigger on and checks the answer.
+    """``num_blocks`` units below a root; ``say`` passes a trigger on, and checks the actions.
 
-    Whatever the triggers, each unit is gathered, waited for and resharded in turn, and each
+    For all triggers, each unit is gathered, waited for and resharded in this order, and each
     reduction that was started is finished once.
     """
 
@@ -57,7 +57,7 @@ class Walk:
     def _check(self, op: Op, unit: int) -> None:
         was = self._gathered.get(unit, "sharded")
         if op is Op.UNSHARD:
-            assert was != "gathering"  # unsharded and concealed ones are refreshed
+            assert was != "gathering"  # an unsharded or concealed unit may be gathered again
             self._gathered[unit] = "gathering"
         elif op is Op.WAIT:
             assert was in ("gathering", "concealed")
@@ -105,7 +105,7 @@ class Walk:
         held = self.unsharded | self.secondary
         return not held and not self._reducing and self.machine.idle
 
-    # what a model does
+    # The model.
 
     def unit_forward(
         self, unit: int, task: int = NO_TASK, follows: Follows = Follows.BACKWARD
@@ -122,7 +122,7 @@ class Walk:
         follows: Follows = Follows.BACKWARD,
         blocks_follow: Follows | None = None,
     ) -> list[tuple[int, int]]:
-        """Units and uses, in the order in which backward will meet them."""
+        """Run a forward; return units and uses in the order of backward."""
         self.say(when.ForwardEnter(self.root))
         met = [(self.root, self.machine.current_use)]
         blocks = [
@@ -147,12 +147,12 @@ class Walk:
             self.say(when.GradsReady(unit, task))
 
     def root_backward(self, uses: Sequence[tuple[int, int]], task: int) -> None:
-        """Backward comes by the root's output, which is younger than all its blocks."""
+        """Enter the root's backward at its output, which is younger than all blocks."""
         youngest = max(use for _, use in uses)
         self.say(when.BackwardEnter(self.root, uses[0][1], task, until=youngest))
 
     def backward(self, uses: Sequence[tuple[int, int]], *, silent: int | None = None) -> None:
-        """The root's output comes first; its parameters are done last; ``silent`` has none."""
+        """Run a backward from the root's output to its parameters; ``silent`` gets no gradients."""
         task = next(self._tasks)
         blocks = uses[1:]
         self.root_backward(uses, task)
@@ -163,7 +163,7 @@ class Walk:
         self.say(when.TaskEnd(task))
 
     def autograd_grad(self, uses: Sequence[tuple[int, int]]) -> None:
-        """A backward that accumulates nowhere."""
+        """Run a backward that accumulates no gradients."""
         task = next(self._tasks)
         youngest = max(use for _, use in uses)
         for unit, use in uses:
@@ -179,7 +179,7 @@ class Walk:
         self.say(when.WeightsChanged())
 
     def take(self) -> list[str]:
-        """Actions since the last call, as text."""
+        """Return the actions since the last call, as text."""
         actions = [str(action) for action in self.transcript.actions()]
         self.transcript.events.clear()
         return actions
