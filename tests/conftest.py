@@ -1,4 +1,4 @@
-"""What every kind of test shares."""
+"""Fixtures and options that all kinds of tests share."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from hypothesis import settings
 from tests.ranks.pool import RankPool
 from tests.selection import BUDGETS, left_out
 
-# The machines that run this have few cores, and one torch thread gives the same sums everywhere.
+# Test machines have few cores, and with one torch thread sums are equal everywhere.
 torch.set_num_threads(1)
 
-# PyTorch's stores ask for the names of who connects; a name server that is slow to answer, for 5 s
-# if nobody says otherwise, has no say in what is tested.
+# PyTorch's stores look up the host names of their clients. Limit the time that a slow name server
+# takes, 5 s by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# The same examples on every run, and no time limit an example could miss on a loaded machine.
+# The same examples in every run, and no deadline that a loaded machine could miss.
 settings.register_profile("fullshard", derandomize=True, deadline=None)
 settings.load_profile("fullshard")
 
 FIGURES = pytest.StashKey[Counter[str]]()
-"""What the checker of lanes looked at."""
+"""Counts of the lane checker."""
 
 
 @pytest.fixture(scope="session")
 def pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
-    """The session's gloo processes, if a test asks for them; the first ``pool.run`` starts them.
+    """The session's gloo processes; the first ``pool.run`` starts them.
 
-    Jobs run under the same warning filters as the tests, so that a warning on a rank fails too.
+    Jobs run under the warning filters of the tests, so that a warning on a rank fails too.
     """
     lanes = pytestconfig.stash[FIGURES] if pytestconfig.getoption("--lanes") else None
     filters = pytestconfig.getini("filterwarnings")
@@ -52,7 +52,7 @@ def world_of_one() -> Iterator[None]:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what the trainer caches in the folder of the test."""
+    """Keep the trainer's cache in the folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Show what the checker looked at, on all ranks, and the time of each folder."""
+    """Print the counts of the lane checker on all ranks, and the time of each folder."""
     figures = config.stash[FIGURES]
     if figures:
         said = ", ".join(f"{number:,} {what}" for what, number in sorted(figures.items()))
@@ -95,6 +95,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = left_out()
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
         items[:] = [item for item in items if item.nodeid not in others]
-    # First, as at the end workers take tests from each other: tests that share a run of the
-    # command would be split between two workers, and each would make that run.
+    # First, because at the end of a session workers steal tests: tests that share a run of the
+    # command would be split between two workers, each of which would repeat the run.
     items.sort(key=lambda item: "shell" not in getattr(item, "fixturenames", ()))

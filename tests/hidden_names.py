@@ -1,9 +1,10 @@
-"""Hide each private name that ``fullshard._torch`` uses, and see what works without it.
+"""Hide each private name that ``fullshard._torch`` uses, and report what still works.
 
-python -m tests.hidden_names    # prints JSON: for each name what is missing, and who raises
+    python -m tests.hidden_names    # prints JSON: for each name the missing names, and the errors
 
-Each name is hidden in a process of its own, forked from one that has imported PyTorch and not
-fullshard. It is hidden while fullshard is imported, and back afterwards, since PyTorch needs it.
+Each name is hidden in a process of its own, forked from one that has imported PyTorch but not
+fullshard. The name is hidden while fullshard is imported, and restored afterwards, because PyTorch
+needs it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Report = dict[str, Any]
 
 @contextmanager
 def hidden(name: str) -> Iterator[None]:
-    """Delete ``name``, and hide it from look-ups, which may ask the ``__init__`` of its owner."""
+    """Delete ``name``, and hide it from look-ups by path (and through its owner's ``__init__``)."""
     owner_name, _, attribute = name.rpartition(".")
     look_up, asked = pkgutil.resolve_name, False
 
@@ -46,7 +47,7 @@ def hidden(name: str) -> Iterator[None]:
     value, is_deleted = own.get(attribute), attribute in own
     try:
         delattr(owner, attribute)
-    except (TypeError, AttributeError):  # of a class in C, or of its base
+    except (TypeError, AttributeError):  # a C class, or a name of its base
         is_deleted = False
     pkgutil.resolve_name = blind
     try:
@@ -58,7 +59,7 @@ def hidden(name: str) -> Iterator[None]:
 
 
 def step(shard: Callable[[nn.Module], nn.Module]) -> None:
-    """A step on one of two ranks, whose backend sends nothing: a block inside of a root."""
+    """Train a step on one of two ranks, with a backend that sends nothing."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     try:
         model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
@@ -92,11 +93,11 @@ def by_plan() -> None:
 
 
 PROGRAMS = {"`fully_shard`": by_fully_shard, "FSDP1": by_wrapper, "`plan`": by_plan}
-RESILIENT = "`resilient`"  # begins with a check
+RESILIENT = "`resilient`"  # checks its names first
 
 
 def refusals(name: str, values: Iterable[Any]) -> Iterator[Callable[[], None]]:
-    """What was put in the place of objects and functions that need ``name``."""
+    """Yield the stand-ins of objects and functions that need ``name``."""
     from fullshard._torch.names import PrivateName, _Missing
 
     for value in values:
@@ -125,7 +126,7 @@ def report(name: str) -> Report:
 
 
 def raises(function: Callable[[], None], missing: Iterable[str]) -> bool:
-    """Whether ``function`` raises an error that names one of the missing names."""
+    """Return whether ``function`` raises an error that contains one of the missing names."""
     from fullshard.errors import TorchVersionError
 
     try:
@@ -138,7 +139,7 @@ def raises(function: Callable[[], None], missing: Iterable[str]) -> bool:
 
 
 def apart(function: Callable[[], Any]) -> Any:
-    """Return what ``function`` returns in a fork of this process, or the traceback of its error."""
+    """Run ``function`` in a fork; return its result, or the traceback of its error."""
     reader, writer = os.pipe()
     if pid := os.fork():
         os.close(writer)
@@ -156,7 +157,7 @@ def apart(function: Callable[[], Any]) -> Any:
 
 
 def found() -> tuple[list[str], list[str]]:
-    """Every name that is looked up, and the modules of PyTorch that the programs import."""
+    """Return every private name that is used, and the PyTorch modules that the programs import."""
     from fullshard import _torch
 
     for program in PROGRAMS.values():
@@ -166,10 +167,10 @@ def found() -> tuple[list[str], list[str]]:
 
 
 def reports(chosen: Iterable[str] = ()) -> dict[str, Report | str]:
-    """By name; a traceback in place of a report is an error that should not be."""
+    """Return reports by name; a traceback instead of a report is a defect."""
     torch.set_num_threads(1)
     names, modules = apart(found)
-    for module in modules:  # so that PyTorch's own imports find the name
+    for module in modules:  # PyTorch's own imports then find the name
         importlib.import_module(module)
     return {name: apart(partial(report, name)) for name in chosen or names}
 

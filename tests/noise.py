@@ -1,4 +1,4 @@
-"""What other packages print on stderr, whatever a program does."""
+"""Filters output of other packages on stderr."""
 
 import re
 
@@ -8,5 +8,5 @@ _WHEN_TORCHAO_IS_IMPORTED = re.compile(
 
 
 def without_noise(err: str) -> str:
-    """Return ``err`` without what ``transformers`` causes by importing torchao, if it is there."""
+    """Return ``err`` without the warnings of importing torchao, which ``transformers`` imports."""
     return _WHEN_TORCHAO_IS_IMPORTED.sub("", err)

@@ -1,6 +1,6 @@
-"""The tables of PyTorch's private names in ``docs/compat.md``, made from the code.
+"""Writes the tables of PyTorch's private names in ``docs/compat.md`` from the code.
 
-python -m tests.private_names    # writes them anew, and prints names that this PyTorch lacks
+python -m tests.private_names    # writes the tables, and prints names that this PyTorch lacks
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ WIDTH = 105
 
 
 Row = tuple[str, Sequence[str], str, str]
-"""Where, which names, what they are here, what to use instead."""
+"""File or class, names, their use here, and the replacement."""
 
 
 def functions() -> Iterator[Row]:
-    """Names of private modules that are ours: those of users, and functions that look for units."""
+    """Yield functions and classes of private modules that fullshard replaces."""
     for module, names in (*SHOWN.items(), *OURS.items()):
         if not module.startswith(FSDP + "_"):
             continue
@@ -53,7 +53,7 @@ def functions() -> Iterator[Row]:
 
 
 def refused(cls: str, instead: dict[str, str]) -> Iterator[Row]:
-    """Names that raise, with what to use."""
+    """Yield names that raise, with the replacement."""
     by_text: dict[str, list[str]] = {}
     for name, text in instead.items():
         by_text.setdefault(text, []).append(name)
@@ -62,7 +62,7 @@ def refused(cls: str, instead: dict[str, str]) -> Iterator[Row]:
 
 
 def rows() -> Iterator[Row]:
-    """Everything, in the order of the page."""
+    """Yield all rows, in the order of the page."""
     yield from functions()
     for view in VIEWS:
         cls = view.stands_for.rpartition(".")[2]
@@ -74,7 +74,7 @@ def rows() -> Iterator[Row]:
 
 
 def lines_of(row: Row) -> Iterator[str]:
-    """As many lines as the names of a row take."""
+    """Yield the lines of a row; long lists of names take several."""
     where, names, *rest = row
     fitting: list[str] = []
     for name in [*names, None]:
@@ -91,13 +91,13 @@ def line_of(where: str, names: Sequence[str], rest: Sequence[str]) -> str:
 
 
 def table() -> str:
-    """The lines of the page between ``BEGIN`` and ``END``."""
+    """Return the lines of the page between ``BEGIN`` and ``END``."""
     lines = ["| file or class | private names | here | instead |", "|---|---|---|---|"]
     return "\n".join([*lines, *(line for row in rows() for line in lines_of(row))]) + "\n"
 
 
 def hidden_reports(*names: str) -> dict[str, Any]:
-    """What works without each name, or each of some; see ``tests/hidden_names.py``."""
+    """Return the reports of ``tests/hidden_names.py`` for these names, or all."""
     command = [sys.executable, "-m", "tests.hidden_names", *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -105,7 +105,7 @@ def hidden_reports(*names: str) -> dict[str, Any]:
 
 
 def uses() -> list[tuple[str, PrivateName]]:
-    """Every name that fullshard uses, by the module of ``fullshard._torch`` that does."""
+    """Return every private name that fullshard uses, with its module of ``fullshard._torch``."""
     return [
         (module.__name__.rpartition(".")[2], use)
         for module in _torch.MODULES
@@ -114,12 +114,12 @@ def uses() -> list[tuple[str, PrivateName]]:
 
 
 def used_table(reports: Mapping[str, Any]) -> str:
-    """The lines of the page between ``USED`` and ``END_USED``, from what was seen without names."""
+    """Return the lines of the page between ``USED`` and ``END_USED``, from the reports."""
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for module, use in uses():
         raising = reports[use.name]["raises"]
         works = [one for one in (*PROGRAMS, RESILIENT) if one not in raising]
-        if works == [RESILIENT]:  # begins, but nothing trains
+        if works == [RESILIENT]:  # it passes its check, but nothing can train
             works = []
         error = "`TorchVersionError`" if use.is_needed else "none"
         key = (module, use.feature, ", ".join(works), error)
@@ -132,14 +132,14 @@ def used_table(reports: Mapping[str, Any]) -> str:
 
 
 def parts(begin: str = BEGIN, end: str = END) -> tuple[str, str, str]:
-    """The page before the table between ``begin`` and ``end``, the table, and the rest."""
+    """Return the page before the table between ``begin`` and ``end``, the table, and the rest."""
     before, rest = PAGE.read_text().split(begin)
     inside, after = rest.split(end)
     return before, inside, after
 
 
 def write(text: str, begin: str, end: str) -> None:
-    """Put ``text`` between ``begin`` and ``end``."""
+    """Replace the table between ``begin`` and ``end``."""
     first, _, last = parts(begin, end)
     PAGE.write_text(f"{first}{begin}{text}{end}{last}")
 

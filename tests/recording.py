@@ -30,28 +30,23 @@ class Recording(Wrapper):
     calls: list[CollectiveCall] = field(default_factory=list)
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
-        """Record the call and forward it."""
         numel = sum(map(Tensor.numel, sources))
         self.calls.append(CollectiveCall("all_gather", numel, sources[0].dtype))
         return super().all_gather(outputs, sources)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """Record the call and forward it."""
         self.calls.append(CollectiveCall("reduce_scatter", source.numel(), source.dtype))
         return super().reduce_scatter_mean(output, source)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
-        """Record the call and forward it."""
         self.calls.append(CollectiveCall("all_to_all", source.numel(), source.dtype))
         return super().all_to_all(output, source)
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
-        """Record the call and forward it."""
         self.calls.append(CollectiveCall("all_reduce", values.numel(), values.dtype))
         return super().all_reduce_mean(values)
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
-        """Record the call and forward it."""
         self.calls.append(CollectiveCall("broadcast", values.numel(), values.dtype))
         return super().broadcast(values, source)
 
@@ -60,7 +55,7 @@ class Recording(Wrapper):
 def recordings(transport: Transport | None = None) -> Iterator[list[Recording]]:
     """Record the collectives of each unit sharded in the block, in order.
 
-    With ``transport`` the unit gets this one instead of its own.
+    With ``transport``, units use this transport instead of their own.
     """
     made: list[Recording] = []
 

@@ -13,7 +13,7 @@ __all__ = ["BUDGETS", "LEFT_OUT", "left_out"]
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
 
 BUDGETS = {"ranks": 420, "pure": 320, "docs": 100, "faults": 60, "lanes": 50, "fuzz": 30}
-"""Seconds that the tests of a folder may take in ``make test``, of all workers together."""
+"""Budget of each folder in ``make test``: seconds, summed over all workers."""
 
 
 def left_out() -> frozenset[str]:

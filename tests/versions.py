@@ -27,4 +27,4 @@ mended_in_fsdp2 = pytest.mark.skipif(
 )
 
 INTEGER_PARAMETERS = TORCH >= (2, 13)
-"""Whether PyTorch's FSDP2 takes parameters that cannot have gradients."""
+"""True if PyTorch's FSDP2 accepts parameters that cannot have gradients."""

@@ -1,4 +1,4 @@
-"""``python -m tests.upstream FOLDER``: every test on both engines, and what came of it."""
+"""``python -m tests.upstream FOLDER``: run every test on both engines; print a table."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ KINDS = {
     r"|no attribute 'local_shards'|torch.float32 != torch.float16|ranks run different collectives",
     "wording": r"AssertionError: .*(does not match|not found in|Regex didn't match)|not triggered",
 }
-"""Words of the error by which a failure on our engine is sorted; anything else is "other"."""
+"""Patterns that sort the errors of fullshard; an error without a match is "other"."""
 
 OUTCOMES = ("ok", *KINDS, "skipped", "hangs", "other")
 
 
 def run(engine: str, file: Path, given: argparse.Namespace) -> dict[str, Result]:
-    """Run the tests of a file on one engine; return what each did, by name."""
+    """Run the tests of a file on one engine; return their results by name."""
     command = [sys.executable, "-m", "tests.upstream.stand_in", engine, str(file), given.k]
     paths = (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {
@@ -52,7 +52,7 @@ def run(engine: str, file: Path, given: argparse.Namespace) -> dict[str, Result]
 
 
 def kind_of(result: Result | None) -> str:
-    """Sort what a test did on our engine."""
+    """Return the column of the table for a result on fullshard."""
     if result is None:
         return "other"
     if result.what != "FAILED":
@@ -61,7 +61,7 @@ def kind_of(result: Result | None) -> str:
 
 
 def row_of(file: Path, given: argparse.Namespace) -> str:
-    """Run a file on both engines; print what differs, and return its row of the table."""
+    """Run a file on both engines; print the differences, and return its row of the table."""
     theirs = run("torch", file, given)
     passed = [name for name, one in theirs.items() if one.what == "ok"]
     for name, one in theirs.items():

@@ -45,11 +45,11 @@ ON_A_CPU = (
     (r"\bCUDA_(BEFORE|AFTER|NEVER)\b", r"DEVICE_\1"),
     (r"\bcuda_init_mode\b", "device_init_mode"),
 )
-"""What is replaced in the text of a file, as it is imported, so that it names no GPU."""
+"""Substitutions in the text of an imported file, which remove the names of GPUs."""
 
 
 class Result(NamedTuple):
-    """What a test did on one engine: ok, skipped, FAILED or hangs, and the last error."""
+    """The result of a test on one engine: ok, skipped, FAILED or hangs; and its last error."""
 
     test: str
     what: str
@@ -57,12 +57,12 @@ class Result(NamedTuple):
 
 
 def _always(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    """Replace a decorator that skips tests for want of accelerators."""
+    """Replace a decorator that skips tests without accelerators."""
     return lambda test: test
 
 
 def on_a_cpu() -> None:
-    """Change what PyTorch's tests ask about the machine: two devices, which are the CPU."""
+    """Make PyTorch's test helpers find ``RANKS`` devices, all of which are the CPU."""
     common_fsdp.DEVICE_TYPE = "cpu"
     common_fsdp.DISTRIBUTED_BACKEND = "gloo"
     common_fsdp.DEVICE_COUNT = RANKS
@@ -81,17 +81,17 @@ def on_a_cpu() -> None:
     for name in skips.split():
         setattr(common_distributed, name, _always)
     for name in ("MI200_ARCH", "device_sleep", "skip_if_rocm_arch_multiprocess"):
-        for module in (common_utils, common_distributed):  # names of other versions
+        for module in (common_utils, common_distributed):  # names that only some versions have
             if not hasattr(module, name):
                 setattr(module, name, () if name.isupper() else _always)
-    # Ranks are forked: a spawned one would import the file without these changes.
+    # Ranks are forked, because a spawned rank would import the file without these changes.
     multiprocessing.set_start_method("fork", force=True)
     common_distributed.MultiProcessTestCase._spawn_processes = _forked  # type: ignore[method-assign]
     _fsdp1_on_a_cpu()
 
 
 def _fsdp1_on_a_cpu() -> None:
-    """Let PyTorch's FSDP1 and DDP take what they refuse, or look for, on a CPU."""
+    """Make PyTorch's FSDP1 and DDP ignore GPU devices in their arguments."""
     plain_handle, plain_init = _init_utils._init_device_handle, DistributedDataParallel.__init__
 
     def handle(state: Any, module: Any, ignored: Any, device_id: Any) -> Any:
@@ -113,7 +113,7 @@ def _forked(self: Any, world_size: int | None = None, **options: Any) -> None:
 
 
 def load(file: Path) -> ModuleType:
-    """Import a test file as a module of its own."""
+    """Import a test file under its own name, with the substitutions."""
     text = file.read_text()
     for pattern, words in ON_A_CPU:
         text = re.sub(pattern, words, text)
@@ -170,7 +170,7 @@ def _ended(one: _Running) -> Result | None:
         os.waitpid(one.pid, 0)
         return Result(one.name, "hangs", "it did not end in time")
     with suppress(ProcessLookupError):
-        os.killpg(one.pid, 9)  # ranks that it left behind
+        os.killpg(one.pid, 9)  # end the ranks that it left behind
     what = {0: "ok", SKIPPED: "skipped"}.get(os.waitstatus_to_exitcode(status), "FAILED")
     if what != "FAILED":
         return Result(one.name, what)
@@ -182,14 +182,14 @@ def _ended(one: _Running) -> Result | None:
 
 
 def main(engine: str, file: str, word: str, timeout_s: float, at_once: int) -> None:
-    """Run the tests of a file whose names have ``word``."""
+    """Run the tests of a file whose names contain ``word``."""
     on_a_cpu()
     if engine == "fullshard":
         import fullshard
         from fullshard.compat import patch_torch
 
         patch_torch()
-        # The common code of PyTorch's tests asks for a private state before it compares anything.
+        # PyTorch's common test code reads a private state before it compares anything.
         fullshard.FullyShardedDataParallel._assert_state = lambda *_: None  # type: ignore[attr-defined]
     path = Path(file)
     suite = unittest.defaultTestLoader.loadTestsFromModule(load(path))
