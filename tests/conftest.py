@@ -58,7 +58,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--chosen", action="store_true", help="leave out tests as tests/selection.py says"
+        "--chosen", action="store_true", help="leave out the tests in tests/left_out.txt"
     )
     parser.addoption(
         "--lanes", action="store_true", help="look for races in jobs on ranks, see tests/lanes"

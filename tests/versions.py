@@ -20,10 +20,10 @@ asks_subclasses = pytest.mark.skipif(
     reason="PyTorch's issue 177716: before 2.12 DTensor does not ask its subclasses",
 )
 new_in_fsdp2 = pytest.mark.skipif(
-    TORCH < (2, 13), reason="PyTorch's FSDP2 of 2.11 lacks what ours is compared with"
+    TORCH < (2, 13), reason="PyTorch 2.11's FSDP2 lacks the compared feature"
 )
 mended_in_fsdp2 = pytest.mark.skipif(
-    TORCH < (2, 13), reason="PyTorch's FSDP2 of 2.11 fails in what ours is compared with"
+    TORCH < (2, 13), reason="PyTorch 2.11's FSDP2 fails in the compared feature"
 )
 
 INTEGER_PARAMETERS = TORCH >= (2, 13)

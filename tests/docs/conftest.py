@@ -43,6 +43,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if chromium() is None:
-        pytest.skip("there is no Chromium here, so the pages were not seen in a browser")
+        pytest.skip("no Chromium: the pages are NOT TESTED in a browser")
     with opened(tmp_path_factory.mktemp("profile")) as started:
         yield started

@@ -103,7 +103,7 @@ def test_each_command_has_one_answer() -> None:
     answers = [*RUN_HERE, *TESTED, *NOT_RUN]
     for text in TEXTS:
         matching = [one for one in answers if re.fullmatch(one, text)]
-        assert matching, f"{text}: say in this file what runs it, or why nothing does"
+        assert matching, f"{text}: name its test in this file, or why it has none"
     unused = [one for one in answers if not any(re.fullmatch(one, text) for text in TEXTS)]
     assert unused == []
     assert [file for file in TESTED.values() if not (ROOT / file).is_file()] == []

@@ -48,17 +48,17 @@ def kill(arguments: Sequence[str]) -> int:
 def tabulate(arguments: Sequence[str]) -> int:
     """Run the table of faults, or some of its rows."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults table")
-    parser.add_argument("words", nargs="*", help="rows with one of these in their title")
+    parser.add_argument("words", nargs="*", help="only rows with one of these words in their title")
     parser.add_argument("--engine", nargs="*", choices=[one.name.lower() for one in Engine])
     parser.add_argument("--worlds", nargs="*", type=int, default=table.WORLDS, metavar="RANKS")
     parser.add_argument("--nccl", action="store_true", help="all ranks on the first GPU")
     parser.add_argument("--device", action="store_true", help="on the fake device")
-    parser.add_argument("--at-once", type=int, default=4, help="jobs that run at one time")
-    parser.add_argument("--show", action="store_true", help="what ranks said that did not do")
+    parser.add_argument("--at-once", type=int, default=4, help="number of simultaneous jobs")
+    parser.add_argument("--show", action="store_true", help="print the messages of failed jobs")
     parser.add_argument("--write", action="store_true", help=f"write {table.PAGE.name}")
     options = parser.parse_args(arguments)
     if options.write and (options.nccl or options.device):
-        parser.error("--write is for the wires of CPUs, of which the table is made")
+        parser.error("--write needs the transports of CPUs, which the table shows")
     engines = [Engine[one.upper()] for one in options.engine or []] or list(Engine)
     wires = [Wire.NCCL] * options.nccl + [Wire.DEVICE] * options.device or ON_CPUS
     if options.device and Engine.TORCH in engines:
@@ -91,8 +91,8 @@ def parser_of_numbers(command: str, *, count: int, shows: str) -> argparse.Argum
 
 def strike(arguments: Sequence[str]) -> int:
     """Run jobs with random faults."""
-    parser = parser_of_numbers("random", count=1000, shows="what ranks said that did not do")
-    parser.add_argument("--at-once", type=int, default=4, help="jobs that run at one time")
+    parser = parser_of_numbers("random", count=1000, shows="print the messages of failed jobs")
+    parser.add_argument("--at-once", type=int, default=4, help="number of simultaneous jobs")
     options = parser.parse_args(arguments)
 
     def tell(number: int, result: Result, verdict: Verdict) -> None:
@@ -111,7 +111,7 @@ def strike(arguments: Sequence[str]) -> int:
 
 def recover(arguments: Sequence[str]) -> int:
     """Run jobs that continue after losing ranks."""
-    parser = parser_of_numbers("recover", count=100, shows="what ranks told, of all jobs")
+    parser = parser_of_numbers("recover", count=100, shows="print the diaries of all jobs")
     options = parser.parse_args(arguments)
     seconds = []
 

@@ -67,17 +67,17 @@ def _print_shrunk(pool: RankPool, failure: Failure) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--cases", type=int, default=1000, help="how many")
+    parser.add_argument("--cases", type=int, default=1000, help="number of cases")
     parser.add_argument("--ranks", default=f"1-{MAX_WORLD}", help="numbers of ranks: 2, or 1-4")
     parser.add_argument("--from-seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after that")
-    parser.add_argument("--seed", type=int, help="run this one, and print it")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--seed", type=int, help="run one case, and print it")
     parser.add_argument("--case", help="run the case printed in this file")
     parser.add_argument(
-        "--shrink", action="store_true", help="look for small cases that fail alike"
+        "--shrink", action="store_true", help="look for smaller cases that fail in the same way"
     )
-    parser.add_argument("--job", type=int, default=50, help="cases between two meetings")
-    parser.add_argument("--failures", default="fuzz-failures.jsonl", help="where failures go")
+    parser.add_argument("--job", type=int, default=50, help="number of cases in a job")
+    parser.add_argument("--failures", default="fuzz-failures.jsonl", help="file for failures")
     return parser.parse_args()
 
 

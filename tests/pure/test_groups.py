@@ -121,7 +121,7 @@ def test_a_group_like_another_has_its_options(
         backend = SimpleNamespace(options=options, name=lambda: "wrapper", wrapped_pg=backend)
     asked = made_like(group_of(backend, ("cpu", "cuda")), monkeypatch, device_type)
     made = asked["pg_options"]
-    assert made is not options, "PyTorch writes to them"
+    assert made is not options, "PyTorch writes to options, so they must be a copy"
     assert (made.is_high_priority_stream, made.config) == (True, "ctas 16")
     assert made.split_from is None
     assert made._timeout == asked["timeout"] == timedelta(seconds=7)
@@ -196,7 +196,7 @@ def test_an_abort_that_does_not_end_leaves_no_default_group(
         monkeypatch.setattr(backend, "abort", lambda: goes_on.wait(20))
 
     def fails() -> None:
-        assert way == "raises", "PyTorch must not abort beside a thread that hangs in an abort"
+        assert way == "raises", "PyTorch must not abort while a thread hangs in an abort"
         raise RuntimeError("Failed to deregister memory with NCCL")
 
     with alone(monkeypatch, backend):

@@ -201,7 +201,7 @@ def test_a_fault_that_comes_before_the_wait_ends_it() -> None:
 
 class Never:
     def wait(self) -> None:
-        pytest.fail("waits for ever")
+        pytest.fail("the wait does not end")
 
 
 @pytest.mark.parametrize("at", ["start", "wait"])

@@ -141,7 +141,7 @@ def test_a_connection_that_breaks_at_once_is_left_for_a_while(
         except dist.DistNetworkError:
             break
     else:
-        pytest.fail("it connects without a pause")
+        pytest.fail("the store reconnects without a pause")
     time.sleep(0.3)
     store.set("a", "1")
 

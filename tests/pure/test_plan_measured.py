@@ -108,7 +108,7 @@ def test_ranks_of_a_mirrored_world_hold_what_this_one_holds() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is at hand")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
 def test_without_the_device_it_is_refused_before_anything_is_planned() -> None:
     def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         raise AssertionError("planned")

@@ -60,7 +60,7 @@ def test_a_row_has_its_evidence(row: dict[str, Any]) -> None:
     assert row["says"]
     if row.get("outcome", "better") == "better":
         assert row["tests"] and missing(row["tests"]) == []
-        assert any(map(runs_beside_torch, row["tests"])), "nothing runs beside PyTorch"
+        assert any(map(runs_beside_torch, row["tests"])), "no test compares with PyTorch"
     else:
         assert row["outcome"] == "not on CPU" and len(row["reason"]) > 10 and "tests" not in row
 

@@ -221,4 +221,4 @@ def test_few_requests_find_the_few_that_are_missing(world: int, missing: int) ->
         now.publish(rank, f"{rank}")
     assert now.published(range(world)) == {r: f"{r}" for r in range(world) if r not in lost}
     checks = asked.check.call_count
-    assert checks <= 1 + 8 * 4 * len(lost), "one, and for each missing rank 8 on each of 4 levels"
+    assert checks <= 1 + 8 * 4 * len(lost), "one check, and 8 on each of 4 levels per missing rank"

@@ -196,7 +196,7 @@ def test_the_page_holds_the_summary_and_loads_nothing(folder: Path) -> None:
 
 @pytest.mark.skipif(
     CHROMIUM is None,
-    reason="no Chromium: that report.html of a trace draws its figures was not tested",
+    reason="no Chromium: the figures in report.html of a trace are NOT TESTED",
 )
 @pytest.mark.parametrize("name", ["busy", "short", "empty"])
 def test_a_browser_shows_the_figures_of_the_summary(tmp_path: Path, name: str) -> None:

@@ -80,11 +80,11 @@ def row_of(file: Path, given: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="with PyTorch's test files, or one file")
+    parser.add_argument("folder", type=Path, help="folder of PyTorch's test files, or one file")
     parser.add_argument("-k", default="", help="only tests whose names have this word")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a test")
-    parser.add_argument("--ranks", type=int, default=2, help="devices that tests find")
-    parser.add_argument("--at-once", type=int, default=2, help="tests that run at the same time")
+    parser.add_argument("--ranks", type=int, default=2, help="number of devices that tests find")
+    parser.add_argument("--at-once", type=int, default=2, help="number of simultaneous tests")
     given = parser.parse_args()
     files = sorted(given.folder.rglob("test_*.py")) if given.folder.is_dir() else [given.folder]
     rows = []
