@@ -19,6 +19,7 @@ from fullshard.device.streams import Lanes
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer
 from fullshard.optim import host as host_state
+from fullshard.optim.flat import stream as state_stream
 from fullshard.optim.host import fewest
 from tests.kit.owned import Restless
 from tests.pure.buffers import neighbours, parameters
@@ -173,7 +174,7 @@ class Marks(Lanes):
 
 
 def test_the_host_waits_when_it_reads_and_not_before() -> None:
-    with patch.object(host_state, "make_lanes", lambda _: Marks()):
+    with patch.object(state_stream, "make_lanes", lambda _: Marks()):
         sets = Sets(1.0)
         sets.step(0)
         sets.step(1)

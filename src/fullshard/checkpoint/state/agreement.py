@@ -56,7 +56,7 @@ def refused_by_all(what: str, mesh: DeviceMesh | None, *, sends: bool) -> Iterat
         )
     failed = [(rank, text) for rank, _, text in found if text]
     if failure is None and failed:
-        failure = Mismatch(f"rank {failed[0][0]}: {failed[0][1]}")
+        failure = mismatch(f"rank {failed[0][0]}: {failed[0][1]}")
     if failure is not None and len(failed) < len(found) and not sends:
         failure.add_note(
             f"The state fits on {len(found) - len(failed)} of {len(found)} ranks. If only the "
@@ -66,8 +66,13 @@ def refused_by_all(what: str, mesh: DeviceMesh | None, *, sends: bool) -> Iterat
         raise failure
 
 
-class Mismatch(ConfigError, RuntimeError):
+class _Mismatch(ConfigError, RuntimeError):
     """A ``RuntimeError`` as well, because PyTorch raises one for state that does not fit."""
+
+
+def mismatch(message: str) -> ConfigError:
+    """Return the error of state that does not fit, with this message."""
+    return _Mismatch(message)
 
 
 class Item(NamedTuple):
@@ -157,7 +162,7 @@ def check_alike(
         if told is not None and failure is None:
             told()
         said = str(failure) if failure else "" if first_failed else _difference(own, first)
-        raise Mismatch(
+        raise mismatch(
             f"{what}: ranks have different optimizer state; against the first rank: "
             f"{_joined(gather_over((dist.get_rank(), said), mesh))}. Give the optimizers of all "
             "ranks the same parameters and step all of them alike, or load state into all of them"

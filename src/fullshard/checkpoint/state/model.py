@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.state.agreement import Mismatch, refused_by_all
+from fullshard.checkpoint.state.agreement import mismatch, refused_by_all
 from fullshard.checkpoint.state.rows import Key, Row, Source, Tree, full, sharded
 from fullshard.comm.text import listed
 from fullshard.frontend.sharded import taken_as_it_is
@@ -184,4 +184,4 @@ def _check(what: str, rows: Sequence[Row], source: Source, *, strict: bool) -> N
                 got = "no tensor" if shape is None else tuple(shape)
                 problems.append(f"{row.name}: got {got}, expected {tuple(row.value.shape)}")
     if problems:
-        raise Mismatch(f"{what}: the state dict does not fit the model; " + "; ".join(problems))
+        raise mismatch(f"{what}: the state dict does not fit the model; " + "; ".join(problems))
