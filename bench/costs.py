@@ -34,6 +34,7 @@ from fullshard.checkpoint.loading.read import Reader, WantedPart
 from fullshard.comm.dry import dry_world, mirror_world
 from fullshard.layout import ParamSpec, PerParameter, Ragged, planner
 from fullshard.schedule import Scheduler, UnitState
+from fullshard.tensors import parts
 from fullshard.trace import rankfile
 from fullshard.trace.report import combine
 from fullshard.train.data import text as data
@@ -152,7 +153,7 @@ def manifest_of(world: int, first: FileInfo | None = None, *, step: int = 1) -> 
     }
     files = [FileInfo(f"rank-{n:05}.safetensors", n, 0, "0" * 32, 0) for n in range(world)]
     files[0] = first or files[0]
-    for one in (entries._coordinates, entries._region, entries._has_all_ranks):
+    for one in (entries._coordinates, parts._region_of, entries._has_all_ranks):
         one.cache_clear()
     values = {"ties": {}, "states": {}}
     return Manifest(step, 1e9 + step, {}, [Contents(tensors, values)], files, None)

@@ -130,7 +130,7 @@ if where == "sealing":
 elif where == "publishing":
     committing.publish = die
 elif where == "removing":
-    targets.remove = die
+    committing.remove = die
 save(2)
 saves.wait()
 save(3)

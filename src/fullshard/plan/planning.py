@@ -192,7 +192,9 @@ def _checked_mesh(
     if mesh is None:
         checked = {"shard": _at_least_one("world_size", world_size)}
     else:
-        checked = {name: _at_least_one(f"mesh dim {name!r}", size) for name, size in mesh.items()}
+        checked = {
+            name: _at_least_one(f"mesh dim {name!r}", size) for name, size in dict(mesh).items()
+        }
     if not checked:
         raise ConfigError("plan(mesh=...): got no dims, expected sizes by name")
     if not 0 <= rank < math.prod(checked.values()):

@@ -109,16 +109,25 @@ def pack(
         message: flat bytes, at least as many as the parts need.
         dtypes: in which the parts travel; None: their own.
     """
-    sources = [*chain(*parts)]
-    if sources:
-        torch._foreach_copy_(_in_message(parts, message, dtypes), sources)
+    _copy(_in_message(parts, message, dtypes), [*chain(*parts)])
 
 
 def unpack(message: Tensor, parts: Sequence[Views]) -> None:
     """Copy a message to the parts, which have the dtypes in which they travelled."""
-    targets = [*chain(*parts)]
+    _copy([*chain(*parts)], _in_message(parts, message, None))
+
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Dtypes in which integers are copied that CUDA's batched copy does not know."""
+
+
+def _copy(targets: Views, sources: Views) -> None:
     if targets:
-        torch._foreach_copy_(targets, _in_message(parts, message, None))
+        to, of = (
+            [one.view(_SIGNED[one.dtype]) if one.dtype in _SIGNED else one for one in its]
+            for its in (targets, sources)
+        )
+        torch._foreach_copy_(to, of)
 
 
 def _in_message(

@@ -56,7 +56,7 @@ def history_as_json(history: History, origin_s: float) -> dict[str, Any]:
 def step_as_json(kept: KeptSegment, origin_s: float) -> dict[str, Any]:
     """Return a step; times are seconds since its start, rounded to tenths of a microsecond.
 
-    Rows are the fields of ``Act``, ``Work``, ``Change`` and ``Missed``.
+    Rows are the fields of ``Act``, ``Work``, ``Change`` (without its storage) and ``Missed``.
     """
     segment, start_of = kept.segment, attrgetter("start_s")
     start_s, entries = segment.start_s, segment.entries

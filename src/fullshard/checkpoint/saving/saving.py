@@ -105,7 +105,7 @@ def save(
 
 
 class How(NamedTuple):
-    """The arguments ``mode`` and ``budget_nbytes`` of ``save``, and memory of that size.
+    """The arguments ``mode`` and ``budget_nbytes`` of ``save``, and the memory for copies.
 
     Attributes:
         frozen: whether parameters that require no gradient are saved.

@@ -193,8 +193,12 @@ def put_parts(
         tensors: the local tensors of this rank, by the names of a manifest.
         message: flat bytes on any device.
     """
-    sources = [part.of_local(tensors[part.local].detach().reshape(-1)) for part in parts]
-    pack(sources, message, (batch[part.block].planned.dtype for part in parts))
+    flats = {name: tensors[name].detach().reshape(-1) for name in {part.local for part in parts}}
+    pack(
+        [part.of_local(flats[part.local]) for part in parts],
+        message,
+        (batch[part.block].planned.dtype for part in parts),
+    )
 
 
 log = logging.getLogger(__name__)

@@ -72,8 +72,8 @@ def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> Non
         SignalException: a signal that ends the job came; the workers got it too.
     """
     workers: list[_Worker] = []
+    store = _kept_store() if keeps_going else None
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder, _handing_on(workers) as got:
-        store = _kept_store() if keeps_going else None
         place = f"{folder}/store" if store is None else f"{TCP}{store.port}"
         common = _environment(nproc) | {STORE: place}
         errors = [f"{folder}/error-{rank}.json" for rank in range(nproc)]
