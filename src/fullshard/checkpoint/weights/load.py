@@ -106,8 +106,8 @@ def load_weights(
     await_save()
     folder = place_of(folder)
     council = Council(f"load weights from {folder}", "load", "weights")
-    listed = council.agree(lambda: None, lambda _: read_index(folder))
-    files = {name: InFile(one[0], one[1], tuple(one[2])) for name, one in listed.items()}
+    index = council.agree(lambda: None, lambda _: read_index(folder))
+    files = {name: InFile(one[0], one[1], tuple(one[2])) for name, one in index.items()}
     targets: list[_Target] = []
 
     def plan() -> list[list[str]]:
