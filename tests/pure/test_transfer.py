@@ -41,3 +41,13 @@ def test_a_message_holds_each_element_once_and_aligned(
             own = part.as_slice(local, wanted[part.block].numel)
             assert own is None or torch.equal(own.to(dtype), blocks[part.block])
     assert torch.equal(torch.cat(blocks), full.view(-1).to(dtype))
+
+
+def test_sizes_need_no_hash() -> None:
+    """Sizes are symbolic while PyTorch compiles with dynamic shapes."""
+
+    class Symbolic(int):
+        __hash__ = None  # type: ignore[assignment]
+
+    at = (Shard(0),), (2,), (1,)
+    assert region_of((Symbolic(4), 2), *at) == region_of((4, 2), *at)

@@ -271,3 +271,34 @@ def test_another_memory_format_trains_alike(pool: RankPool) -> None:
         for told, distance in pool.run(2, convolved, original):
             assert distance < EXACT
             assert len(told) == 1 and "Conv2d.weight" in told[0]
+
+
+class OneOfTwo(nn.Module):
+    """The forward uses the first layer only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@on_ranks(1, 2)
+def test_a_gradient_set_by_the_user_is_added_to_and_kept(world: int) -> None:
+    """Also in the part of a layer that backward does not reach, and around a loan."""
+    plain = fill(OneOfTwo())
+    model = FSDP(copy.deepcopy(plain), use_orig_params=False)
+    (flat,) = model.parameters()
+    flat.grad = torch.ones_like(flat)
+    inputs = noise(2, 4, dtype=torch.float32)
+    plain(inputs).sum().backward()
+    for step in range(4):  # a loan, another one, backward, two more
+        is_reached = step >= 2
+        if step == 2:
+            model(inputs).sum().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            for name, param in plain.named_parameters():
+                grad = model.get_parameter(name).grad
+                added = param.grad if is_reached and param.grad is not None else 0
+                assert torch.allclose(grad, torch.ones_like(param) + added), name

@@ -7,8 +7,9 @@ of the memory of the pieces. Only the flat parameter has a gradient.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from itertools import compress
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import compress, count
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ class FlatParameter:
     def __init__(self, spec: BucketSpec, params: list[nn.Parameter], shard: Tensor) -> None:
         self.spec, self.shard, self._params = spec, shard, params
         self.param = nn.Parameter(shard.data, requires_grad=any(p.requires_grad for p in params))
-        self._with_grad: set[int] = set()  # indices of the pieces with a gradient
+        self._with_grad: set[int] = set()  # indices of the pieces with a part in ``_own_grad``
+        self._own_grad: weakref.ref[Tensor] | None = None  # the gradient that we have set last
         self.introduce()
 
     def copy(
@@ -94,11 +96,16 @@ class FlatParameter:
 
     def gradients(self) -> list[Tensor | None]:
         """Return each piece's part of the gradient; None for pieces that have none."""
-        grad = self.param.grad
+        grad, present = self.param.grad, self._present()
         if grad is None:
             return [None] * len(self._params)
         parts = enumerate(self.spec.parts_of(grad))
-        return [part if number in self._with_grad else None for number, part in parts]
+        return [part if number in present else None for number, part in parts]
+
+    def _present(self) -> set[int]:
+        """Return the pieces with a gradient: all of them if the user has set the gradient."""
+        is_own = self._own_grad is not None and self._own_grad() is self.param.grad
+        return self._with_grad if is_own else set(range(len(self._params)))
 
     def add_gradients(self, flat: Tensor, present: Sequence[bool]) -> None:
         """Add ``flat``, in the order of the shard, to the gradient, or make it the gradient.
@@ -113,15 +120,24 @@ class FlatParameter:
         if self.param.grad is None:
             self.set_gradients(flat, present)
         else:
-            self.param.grad.add_(flat)
-            self._with_grad.update(compress(range(len(present)), present))
+            self._own(self.param.grad.add_(flat), {*self._present(), *_numbers(present)})
 
     def set_gradients(self, flat: Tensor, present: Sequence[bool]) -> None:
         """Make ``flat``, zero where not ``present``, the gradient; None if nothing is present."""
-        self._with_grad = set(compress(range(len(present)), present))
-        if not self._with_grad:
+        if not any(present):
             self.param.grad = None
-        elif self.param.grad is None:
+            return
+        if self.param.grad is None:
             _autograd.set_grad(self.param, flat)
         else:
             self.param.grad.copy_(flat)
+        assert self.param.grad is not None
+        self._own(self.param.grad, set(_numbers(present)))
+
+    def _own(self, grad: Tensor, present: set[int]) -> None:
+        # Weak: the engine reuses the memory of gradients that users have dropped.
+        self._own_grad, self._with_grad = weakref.ref(grad), present
+
+
+def _numbers(present: Sequence[bool]) -> Iterator[int]:
+    return compress(count(), present)

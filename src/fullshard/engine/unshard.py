@@ -87,7 +87,7 @@ class Unsharded:
     def __init__(
         self, spec: BucketSpec, shards: Shards, lanes: Lanes, meter: StorageMeter, *, hooked: bool
     ) -> None:
-        """Make the parameters, without memory unless ``hooked``.
+        """Make the parameters, without memory unless ``hooked`` or borrowed from the shard.
 
         All-gather hooks make the parameters from the tensors of all ranks. So the constructor
         gathers, and all ranks must construct at the same point.

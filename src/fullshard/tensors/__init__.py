@@ -14,7 +14,7 @@ from fullshard.tensors.extension import (
     pre_all_gather,
     releases_outputs,
 )
-from fullshard.tensors.flats import FlatPart, cut_flat, flat_part_of, flat_starts
+from fullshard.tensors.flats import cut_flat, flat_part_of, flat_starts
 from fullshard.tensors.form import (
     AbsentParameter,
     Face,

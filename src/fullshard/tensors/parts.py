@@ -96,7 +96,9 @@ def region_of(
         mesh_shape: the size of each of these mesh dims.
         coordinate: the rank's coordinate on each of these mesh dims.
     """
-    return _region_of(tuple(shape), tuple(placements), tuple(mesh_shape), tuple(coordinate))
+    is_known = all(type(size) is int for size in shape)  # else symbolic, which has no hash
+    find = _region_of if is_known else _region_of.__wrapped__
+    return find(tuple(shape), tuple(placements), tuple(mesh_shape), tuple(coordinate))
 
 
 @cache  # layers are alike

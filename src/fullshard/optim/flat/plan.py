@@ -172,8 +172,12 @@ class StepPlan:
 
     def bind(self, grads: Sequence[Any]) -> None:
         """Bind memory to all runs."""
-        for run, first in zip(self.runs, self._firsts, strict=True):
-            run.bind(run.memory(local_part(run.params[0])), run.memory(local_part(grads[first])))
+        found = [
+            (run.memory(local_part(run.params[0])), run.memory(local_part(grads[first])))
+            for run, first in zip(self.runs, self._firsts, strict=True)
+        ]
+        for run, (param, grad) in zip(self.runs, found, strict=True):
+            run.bind(param, grad)
 
     def _places_now(self, params: Sequence[Tensor], grads: Sequence[Any]) -> list[Any] | None:
         """Return the positions of parameters, and of the gradients of parameters in buffers.
