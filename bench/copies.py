@@ -79,9 +79,9 @@ def _nbytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Messages(Wrapper):
-    """Our exchange over gloo between hosts, without peers; over NCCL we use native collectives.
+    """A stand-in for our exchange over gloo between hosts; over NCCL we use native collectives.
 
-    It makes the copies that messages need.
+    No other rank exists; only the local copies of the exchange are made.
     """
 
     @property
@@ -135,8 +135,8 @@ def own_count(model: nn.Module) -> int | None:
 def check(own: int, observed: int) -> None:
     """Raise if the engine's own count differs from the bytes that were observed.
 
-    Over gloo the exchange is ours, so more copies are observed: of the rank's own slice to its
-    place in a gather, and of the sum in a reduction.
+    Over gloo, fullshard exchanges messages itself, so two more copies are observed: the own slice
+    into the output of a gather, and the sum of a reduction.
     """
     is_gloo = collectives_of(init_device_mesh("cpu", (dist.get_world_size(),))).adds_wide
     if observed < own or (observed > own and not is_gloo):

@@ -32,7 +32,7 @@ from fullshard.engine import Engine, executor
 STEPS = 20
 LENGTH = 64
 LONGEST_US = 2000.0
-"""As long as the host takes for a block; a shorter sleep would end before any wait for it."""
+"""The longest sleep: a block's host time; a shorter one would end before a missing wait matters."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Acting(Wrapper):
     pace: random.Random
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
-        """Fill in the other ranks' rows: the farther the rank, the larger its values."""
+        """Fill the other ranks' rows with our values; floats get a factor for each rank."""
         self._sleep()
         for output, source in zip(outputs, sources, strict=True):
             rows = output.view(self.world, -1)

@@ -24,7 +24,8 @@ from one run holds for every timing. There are four errors:
 
 Memory of the host has no pool, because its allocator waits for issued work. Reuse is not checked
 for memory that a program or autograd uses on several compute streams: both call ``record_stream``.
-The engine's accesses are checked.
+Accesses by the engine are checked: it does not call
+``record_stream``.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class Trace:
     def collect(self) -> None:
         """Free blocks without references.
 
-        Blocks that only their own lane has used can be freed late, so most calls skip them.
+        Most calls look at blocks that several lanes have used; every 256th storage, at all.
         """
         seldom = self.counts["storages"] % 256 == 0
         blocks = self._blocks.values() if seldom else self._shared
@@ -235,7 +236,7 @@ class Trace:
                 if in_flight or (old.by is not new.by and not new.by.comes_after(old)):
                     self._conflict(block, old, new, in_flight=in_flight)
                 if new.writes and new.start <= old.start and old.stop <= new.stop:
-                    continue  # work ordered after the new access is ordered after the old one
+                    continue  # work ordered after the new one is ordered after the old one too
             elif old.by is new.by and (old.start, old.stop) == (new.start, new.stop):
                 continue
             kept.append(old)

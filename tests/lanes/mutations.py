@@ -4,7 +4,8 @@
     python -m tests.lanes.mutations engine/unshard  # those in files with this in their path
     python -m tests.lanes.mutations --markdown      # as a table
 
-If the checker misses no line, the line is not needed, or a program is missing in ``programs``.
+If no program fails without a statement, the statement is superfluous, or ``programs`` lacks a
+program that needs the statement.
 """
 
 from __future__ import annotations

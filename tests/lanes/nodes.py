@@ -6,8 +6,8 @@ streams of the nodes that send it gradients. The first node waits for the stream
 the end the caller's stream waits for the streams of the leaves. A sum of gradients from several
 nodes counts as work of the last of these nodes, which on CUDA waits for the others.
 
-A CPU has no streams. So the sequence numbers of nodes tell the streams: nodes made between two
-switches of streams belong to the stream of that time.
+Autograd on a CPU records no streams. So the sequence number of a node tells its stream: the stream
+that was current when the node was made.
 """
 
 from __future__ import annotations

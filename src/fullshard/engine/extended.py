@@ -25,10 +25,10 @@ from fullshard.tensors import (
 
 
 class HookedGather:
-    """A gather of parameters of which some have all-gather hooks, in memory of their own.
+    """A gather for a bucket in which some parameters have all-gather hooks.
 
     All tensors that a bucket sends travel as bytes in one call, each gathered in place into
-    separate memory. The first gather makes the parameters, because the hooks do.
+    separate memory. The hooks make the parameters, so the first gather runs before they exist.
     """
 
     def __init__(self, spec: BucketSpec, shards: Shards, lanes: Lanes, meter: StorageMeter) -> None:

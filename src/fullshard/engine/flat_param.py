@@ -110,7 +110,8 @@ class FlatParameter:
     def add_gradients(self, flat: Tensor, present: Sequence[bool]) -> None:
         """Add ``flat``, in the order of the shard, to the gradient, or make it the gradient.
 
-        ``present`` says which pieces have a gradient in ``flat``; the others are zeroed there.
+        ``present`` says which pieces have a gradient. This zeroes the parts of the others in
+        ``flat``.
         """
         if not any(present):
             return
@@ -123,7 +124,7 @@ class FlatParameter:
             self._own(self.param.grad.add_(flat), {*self._present(), *_numbers(present)})
 
     def set_gradients(self, flat: Tensor, present: Sequence[bool]) -> None:
-        """Make ``flat``, zero where not ``present``, the gradient; None if nothing is present."""
+        """Set the gradient to ``flat``, zero in absent pieces; to None if no piece is present."""
         if not any(present):
             self.param.grad = None
             return

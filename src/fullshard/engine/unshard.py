@@ -60,11 +60,12 @@ class Unsharded:
     ``start`` and ``finish`` gather; ``free`` frees the memory. The scheduler makes sure that the
     three are called in turn. There are three ways from the shards to ``params``:
 
-        nothing        one rank has all of the shard, in the right dtype: the parameters borrow it.
+        no gather      this rank has all elements in the right dtype: parameters use the shard.
         FlatGather     fills one buffer for all parameters.
-        HookedGather   fills memory of their own for parameters with all-gather hooks.
+        HookedGather   fills separate memory, as some parameters have all-gather hooks.
 
-    With a secondary shard, all but this shard can be freed, and the next ``start`` gathers from it.
+    With a secondary shard, ``free`` can keep this shard alone, and the next ``start`` gathers from
+    it.
 
     ``is_lost``: True once ``free`` was called in the middle of a gather, which happens only after a
     fault. The backend may still write to the memory, so the object cannot be used any more.
@@ -82,7 +83,7 @@ class Unsharded:
     _memory: Sequence[Tensor] = ()
     """The part of ``_flat`` of each of ``_plain``."""
     _is_filled = False
-    """True if the next ``start`` finds the gather of the constructor."""
+    """True if the constructor has gathered, so that the next ``start`` need not."""
 
     def __init__(
         self, spec: BucketSpec, shards: Shards, lanes: Lanes, meter: StorageMeter, *, hooked: bool

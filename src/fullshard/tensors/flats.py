@@ -61,7 +61,7 @@ def flat_part_of(tensor: Tensor) -> FlatPart | None:
 
 
 def flat_starts(tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int]]:
-    """Return the buffer that each storage is a part of, and its start; else None and -1; in C.
+    """Return the flat buffers of tensors, or None, and their starts there, or -1; a pass in C.
 
     Raises:
         RuntimeError: a tensor has no storage, such as a sparse one.

@@ -1,10 +1,13 @@
 """Move parts of tensors between ranks: the elements that two tensors share, packed in messages.
 
-    rank 0   w w . . | b          one message         rank 0   w w w w        a whole block
+On the left are local shards of two tensors, w and b; a dot is an element of another rank. On the
+right are the full blocks:
+
+    rank 0   w w . . | b          one message         rank 0   w w w w
     rank 1   . . w w | . b b    for each rank         rank 1            b b b
 
 Messages have no headers: both ends list the same parts in the same order. Each part begins at a
-multiple of ``ALIGN`` bytes, as tensors of any dtype need.
+multiple of ``ALIGN`` bytes, which suits every dtype.
 """
 
 from __future__ import annotations
@@ -57,9 +60,11 @@ class Part(NamedTuple, Generic[Key]):
         ]
 
     def as_slice(self, local: Tensor, numel: int) -> Tensor | None:
-        """Return the part as a flat slice of ``local`` if it is a block of ``numel`` elements.
+        """Return a flat slice of ``local`` if the part is a whole block in order; else None.
 
-        None: the block has other elements, too, or the elements are in another order.
+        Args:
+            local: the local tensor.
+            numel: number of elements of the block.
         """
         first, *others = self.overlaps
         if others or first.numel != numel or not first.is_flat:
@@ -68,7 +73,7 @@ class Part(NamedTuple, Generic[Key]):
 
 
 def parts_of(local: Key, region: Region, block: int, wanted: Region) -> list[Part[Key]]:
-    """Return the part of block number ``block`` that ``region`` has, in a list, if there is one.
+    """Return the elements that ``region`` and ``wanted`` share, as one part; an empty list if none.
 
     Args:
         local: number or name of the local tensor.
@@ -118,7 +123,7 @@ def unpack(message: Tensor, parts: Sequence[Views]) -> None:
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Dtypes in which integers are copied that CUDA's batched copy does not know."""
+"""Dtypes in which unsigned integers are copied, which CUDA's batched copy lacks."""
 
 
 def _copy(targets: Views, sources: Views) -> None:
@@ -150,13 +155,13 @@ def exchange(
     taken: Sequence[Sequence[Views]],
     device: torch.device,
 ) -> None:
-    """Copy the parts in ``sent``, by rank, to those in ``taken`` on that rank; one all-to-all.
+    """Send ``sent[r]`` to rank r, and fill ``taken[r]`` from rank r, in one all-to-all.
 
     Args:
         group: the ranks.
         sent: for each rank the parts for it.
         taken: for each rank the parts from it.
-        device: of all parts.
+        device: the device of all parts.
     """
     lengths, sizes = ([_nbytes(parts) for parts in one] for one in (sent, taken))
     packed = torch.empty(sum(lengths), dtype=torch.uint8, device=device)

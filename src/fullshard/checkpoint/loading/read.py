@@ -197,7 +197,7 @@ class Reader:
             self._work.add(numel * self._wanted[name].memory.element_size())
 
     def _parts(self, run: _Run) -> list[Part[str]]:
-        """Return what is wanted of the elements in ``run``."""
+        """Return the part of ``run`` that this rank loads, in a list of at most one."""
         wanted = self._wanted[run.name]
         size = wanted.memory.element_size()
         there = run.part.region.part(run.start // size, run.stop // size)

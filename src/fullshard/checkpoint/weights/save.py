@@ -57,7 +57,7 @@ from fullshard.tensors.transfer import ALIGN, Part, pack, parts_of, places, unpa
 
 
 def described(council: Council, model: nn.Module, options: object) -> tuple[Collected, Manifest]:
-    """Return this rank's tensors of ``model``, and the manifest of all ranks; one decision.
+    """Collect this rank's tensors of ``model``, and agree once on the manifest of all ranks.
 
     Args:
         council: of all ranks.

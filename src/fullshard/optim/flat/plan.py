@@ -182,9 +182,8 @@ class StepPlan:
     def _places_now(self, params: Sequence[Tensor], grads: Sequence[Any]) -> list[Any] | None:
         """Return the positions of parameters, and of the gradients of parameters in buffers.
 
-        A position has three parts: the start in the buffer, whether the buffer is that of the
-        tensor before, and whether the tensor is contiguous. Return None if a gradient has no
-        memory, such as a sparse one.
+        The list has all starts in buffers, then whether neighbours share a buffer, then whether
+        each tensor is contiguous. Return None if a gradient has no memory, such as a sparse one.
         """
         shown = [params[n] for n in (*self._alone, *self._placed)]
         locals_now = local_parts(shown + [grads[n] for n in self._placed])

@@ -109,7 +109,7 @@ class Run(Steppable):
         if not self.is_coalesced:
             return first.detach().reshape(-1)
         place = flat_part_of(first)
-        assert place is not None, "a run that was just found lies nowhere"
+        assert place is not None, "the first tensor of a coalesced run is no part of a flat buffer"
         return place.flat.narrow(0, place.start, self._shape[0])
 
     # state

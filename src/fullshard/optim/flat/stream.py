@@ -14,25 +14,25 @@ from fullshard.optim.flat.run import Run
 from fullshard.optim.host import host_like
 from fullshard.optim.inner import Groups, Inner
 
-_NUM_FETCHED = 2  # runs whose state is on the device
+_NUM_FETCHED = 2  # host runs with a copy of their state on the device: this one and the next
 
 
 class Stream:
     """The turns of a step: first the runs with state on the device, then each other run alone.
 
-    State of the others is copied between the host and their device on lanes of our own.
+    The state of the other runs moves to the device and back on lanes of this object.
     """
 
     def __init__(self, inner: Inner) -> None:
         self._inner = inner
         self._lanes: dict[torch.device, Lanes] = {}
-        self._back: dict[torch.device, LaneEvent] = {}  # behind the last copy to the host
+        self._back: dict[torch.device, LaneEvent] = {}  # recorded after the last copy to the host
         self._fetched: dict[Run, tuple[dict[str, Tensor], LaneEvent]] = {}
         self._staying: list[Run] = []
         self._hosted: list[Run] = []
 
     def set_runs(self, groups: Groups, runs: Sequence[Run]) -> None:
-        """Set what the next steps step."""
+        """Set the runs that the next steps update."""
         self._inner.set_runs(groups, runs)
         self._staying = [run for run in runs if not run.on_host]
         self._hosted = [run for run in runs if run.on_host]
@@ -61,7 +61,7 @@ class Stream:
         self._back.clear()
 
     def leave(self) -> None:
-        """Drop what was fetched for turns that did not come."""
+        """Drop state that was fetched for turns that did not run."""
         self._fetched.clear()
 
     def _lanes_of(self, run: Run) -> Lanes:
@@ -111,11 +111,12 @@ class Stream:
     def _return_to_host(
         self, run: Run, now: dict[str, Tensor], here: dict[str, Tensor], host_state: Any
     ) -> Any:
-        """Begin to copy stepped state to the host; return the state there, with new entries.
+        """Start to copy a run's new state to the host; return the host tensors, with new entries.
 
         Args:
-            run: whose state it is.
-            now: state after the step; tensors in other memory than before are copied once more.
+            run: the run that stepped.
+            now: state after the step; a tensor that the optimizer replaced is first copied to
+                ``here``.
             here: state before the step, on the device; callers may not use it any longer.
             host_state: memory of ``here`` on the host.
         """

@@ -47,8 +47,8 @@ class Peers:
     Parts that an owner holds itself do not travel.
 
     Attributes:
-        held: for each rank what this one holds of the blocks which that rank owns.
-        owned: for each rank what that one holds of the blocks which this rank owns.
+        held: by owner, this rank's parts of the owner's blocks.
+        owned: by holder, the holder's parts of this rank's blocks.
     """
 
     def __init__(self, ranks: Ranks) -> None:

@@ -16,7 +16,7 @@ TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"
 """Extensions of tables, with the name of their reader in the library."""
 
 COLUMNS = ("text", "messages", "tools")
-"""The columns to read, as far as they are there."""
+"""The columns to read, if present."""
 
 _FRONT = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
 

@@ -88,7 +88,7 @@ class Packed:
         return int((np.diff(self.starts) > self.seq + 1).sum())
 
     def read(self, rows: Indices) -> Batch:
-        """Return these rows. Behind the last sample, every place has position 0."""
+        """Return these rows. After the last sample of a row, all positions are 0."""
         shape = (len(rows), self.seq)
         tokens, labels = np.full(shape, self.padding), np.full(shape, IGNORED)
         positions = np.zeros(shape, np.int64)
