@@ -133,7 +133,7 @@ def pieces_of(
         block_size: a number of elements.
 
     Returns:
-        The pieces. None if the parameter is empty, or its parts do not lie in the order of ranks.
+        The pieces. None if the parameter is empty, or if ranks hold its parts in another order.
     """
     numel = math.prod(shape)
     held = sorted((one for one in holdings if one[1].length), key=lambda one: one[1].start)
