@@ -307,7 +307,7 @@ def test_one_job_at_a_time_trains_in_a_folder(
         assert main(again) == 2
         assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
     error = capfd.readouterr().err
-    assert error.startswith(f"fullshard: error: {Path('here')}: a run is being trained")
+    assert error.startswith(f"fullshard: error: {Path('here')}: another run is using this folder")
     assert f"process {os.getpid()} on {socket.gethostname()} since " in error
     assert run.lock.read_text().startswith("process ")  # the file is left, but not locked
     assert main(again) == 0

@@ -143,7 +143,10 @@ def test_a_key_becomes_code(config: dict[str, Any], line: str) -> None:
 @pytest.mark.parametrize(
     ("config", "line"),
     [
-        (zero(offload_param={"device": "nvme"}), "offload_param: there is no offload to NVMe here"),
+        (
+            zero(offload_param={"device": "nvme"}),
+            "offload_param: fullshard offloads to host memory, not to NVMe",
+        ),
         (zero(sub_group_size=1e9), "zero_optimization.sub_group_size: each unit is stepped"),
         (zero(stage3_max_magic=2), "zero_optimization.stage3_max_magic: 2 is not known here"),
         (

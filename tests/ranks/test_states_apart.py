@@ -160,7 +160,7 @@ def test_such_state_is_not_saved(
 ) -> None:
     first, *others = pool.run(world, saves, str(tmp_path), face, which, when)
     assert all(said == first for said in others)
-    words = "ranks have stepped apart: step of " if when == "later" else "tensors do not fit"
+    words = "the optimizers of ranks differ: step of " if when == "later" else "tensors do not fit"
     assert words in first
     assert list(tmp_path.iterdir()) == []
 

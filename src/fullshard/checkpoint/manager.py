@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from fullshard.checkpoint import stores
 from fullshard.checkpoint.format import (
     AnyPlace,
     CheckpointInfo,
@@ -27,7 +28,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.loading import load_from
 from fullshard.checkpoint.saving import CopyMemory, How, PendingSave, await_save, begin
-from fullshard.checkpoint.stores import Machines, lent, store_of, target_at
+from fullshard.checkpoint.stores import Machines, lent, target_at
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError
 
@@ -281,7 +282,6 @@ class _Folders:
         self._council = council
         self.machines = machines
         self._root = root
-        self._store = store_of(root)
 
     def _by_each(self, act: Callable[[], Any]) -> list[Any]:
         """Return what the first ranks of machines got by ``act``, which is in JSON's types."""
@@ -291,15 +291,15 @@ class _Folders:
 
     def remove_unfinished(self) -> None:
         """Remove what jobs that were killed left."""
-        self._by_each(lambda: self._store.remove_unfinished(self._root))
+        self._by_each(lambda: stores.remove_unfinished(self._root))
 
     def has(self, path: Place) -> bool:
         """Return whether any machine has something at ``path``."""
-        return any(self._by_each(lambda: self._store.exists(path)))
+        return any(self._by_each(lambda: stores.exists(path)))
 
     def remove(self, path: Place) -> None:
         """Remove a checkpoint."""
-        self._by_each(lambda: self._store.remove(path))
+        self._by_each(lambda: stores.remove(path))
 
     def numbered(self) -> list[Numbered]:
         """Return the checkpoints that machines have, complete or not, the newest last."""

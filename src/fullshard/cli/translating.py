@@ -378,7 +378,7 @@ def _stage(program: Program, key: str, value: Any) -> None:
 def _offloads(program: Program, key: str, value: Any) -> bool:
     device = value.get("device") if isinstance(value, Mapping) else value
     if device == "nvme":
-        program.notes[key] = "there is no offload to NVMe here"
+        program.notes[key] = "fullshard offloads to host memory, not to NVMe"
     return device not in (False, None, "none", _AUTO, "nvme")
 
 

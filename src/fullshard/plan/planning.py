@@ -124,9 +124,10 @@ def _plan(job: Job) -> Plan:
     except Unknown as error:
         raise UnsupportedError(
             f"plan: the model, the loss or the optimizer reads values that a dry run does not have "
-            f"({error}); the traceback above says where. Give real tensors in batch= if they are "
-            "read, choose a form of the model whose operations do not depend on values (experts by "
-            "grouped_mm, not in a loop over those that were hit), or leave that part out of loss="
+            f"({error}); the traceback above says where. If they come from the batch, pass real "
+            "tensors in batch=. If the model computes them, choose an implementation that does not "
+            "depend on values (grouped_mm for experts, not a loop over the experts that were hit). "
+            "If the loss computes them, leave that part out of loss="
         ) from error
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fullshard.comm import all_to_all
+from fullshard.layout import round_up
 from fullshard.layout.region import Overlap, Region
 
 ALIGN = 16  # bytes
@@ -96,7 +97,7 @@ def _strided(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], offse
 
 def aligned(nbytes: int) -> int:
     """Return the next multiple of ``ALIGN``."""
-    return -(-nbytes // ALIGN) * ALIGN
+    return round_up(nbytes, ALIGN)
 
 
 def places(sizes: Iterable[int], start: int = 0) -> list[int]:

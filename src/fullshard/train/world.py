@@ -141,9 +141,9 @@ def local_rank() -> int:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if "LOCAL_RANK" not in os.environ and found > 1:
         raise ConfigError(
-            f"RANK is set, but LOCAL_RANK is not, and this machine has {found} GPUs: set "
-            "LOCAL_RANK to the number of the worker on its machine, and LOCAL_WORLD_SIZE to "
-            "how many there are, or start workers by torchrun, which sets both"
+            f"RANK is set, but LOCAL_RANK is not, and this machine has {found} GPUs. Start the "
+            "workers by torchrun, or set both variables yourself: LOCAL_RANK numbers the workers "
+            "of a machine from 0, LOCAL_WORLD_SIZE counts them"
         )
     return int(os.environ.get("LOCAL_RANK", "0"))
 

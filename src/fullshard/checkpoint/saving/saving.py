@@ -324,8 +324,8 @@ def _check_singles(council: Council, keys: Sequence[str]) -> None:
                 problems.append(f"{key} of {name} is {other} on rank {first}, {value} on {rank}")
     if problems:
         raise ConfigError(
-            f"ranks have stepped apart: {listed(problems, between='; ')}. Step the optimizers of "
-            "all ranks alike, or load state into all of them"
+            f"the optimizers of ranks differ: {listed(problems, between='; ')}. All ranks must "
+            "take the same steps; to make them equal, load a state dict on all ranks"
         )
 
 

@@ -3,4 +3,10 @@
 from __future__ import annotations
 
 from fullshard.checkpoint.stores.machines import Machines, lent
-from fullshard.checkpoint.stores.targets import SaveTarget, store_of, target_at
+from fullshard.checkpoint.stores.targets import (
+    SaveTarget,
+    exists,
+    remove,
+    remove_unfinished,
+    target_at,
+)

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 from fullshard.checkpoint.format import (
     MANIFEST,
@@ -226,9 +225,22 @@ def target_at(
     return FolderTarget(path, machines or Machines.sharing(council), copies, replaces)
 
 
-def store_of(root: Place) -> ModuleType:
-    """Return the functions for checkpoints at places like ``root``.
+def exists(path: Place) -> bool:
+    """Return whether there is something at ``path``."""
+    return objects.exists(path) if isinstance(path, ObjectUrl) else committing.exists(path)
 
-    ``exists(path)``, ``remove(path)`` and ``remove_unfinished(root)`` are for folders or for URLs.
-    """
-    return objects if isinstance(root, ObjectUrl) else committing
+
+def remove(path: Place) -> None:
+    """Remove the checkpoint at ``path``, or log why not."""
+    if isinstance(path, ObjectUrl):
+        objects.remove(path)
+    else:
+        committing.remove(path)
+
+
+def remove_unfinished(root: Place) -> None:
+    """Remove what saves that were killed left in ``root``; no job may be saving there."""
+    if isinstance(root, ObjectUrl):
+        objects.remove_unfinished(root)
+    else:
+        committing.remove_unfinished(root)

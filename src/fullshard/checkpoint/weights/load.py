@@ -137,7 +137,7 @@ def load_weights(
                 "with tie_word_embeddings=False"
             )
         if problems:
-            raise ConfigError("they do not fit; " + "; ".join(problems))
+            raise ConfigError("the files do not fit the model: " + "; ".join(problems))
         return [missing, unexpected, torch.initial_seed()]
 
     missing, unexpected, seed = council.agree(plan, compare)
@@ -149,7 +149,7 @@ class _Target:
     """A model and the stored tensors that it is filled with.
 
     Raises:
-        ConfigError: they do not fit; nothing was changed.
+        ConfigError: the files do not fit the model; nothing was changed.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class _Target:
             if one.initialise is None
         ]
         if problems:
-            raise ConfigError("they do not fit; " + listed(problems, between="; "))
+            raise ConfigError("the files do not fit the model: " + listed(problems, between="; "))
 
     def fill(self, folder: Path | ObjectUrl, seed: int) -> None:
         """Give the model memory, initialise what the files lack, and read."""

@@ -45,8 +45,8 @@ def locked(path: Path) -> TextIO:
             file.seek(0)
             holder = file.read().strip() or "another process"
         raise ConfigError(
-            f"{path.parent}: a run is being trained in this folder, by {holder}; wait for its "
-            "end, or give another --name or --out"
+            f"{path.parent}: another run is using this folder ({holder}). Wait until it ends, "
+            "or choose another folder with --name or --out"
         ) from error
     file.truncate(0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
