@@ -46,6 +46,7 @@ __all__ = [
     "PeerError",
     "ProtocolError",
     "RaggedOperationError",
+    "StorageError",
     "TornStepError",
     "TorchVersionError",
     "UnsupportedError",
@@ -157,6 +158,13 @@ class CheckpointError(FullshardError, RuntimeError):
     """A checkpoint that is damaged, or could not be written or read; nothing was changed.
 
     See docs/symptoms.md#checkpointerror.
+    """
+
+
+class StorageError(CheckpointError):
+    """An object store that did not answer, or refused; the checkpoint itself may be intact.
+
+    See docs/symptoms.md#storageerror.
     """
 
 

@@ -310,6 +310,51 @@ class ABackwardDiesBelowACheckpoint(Fails):
         super().good(model, x.clone().requires_grad_())
 
 
+class _Tries(torch.autograd.Function):
+    """The identity; its backward tries one through ``block``, and goes on when that fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
+        ctx.block = block
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with torch.enable_grad():
+            x = grads[0].detach().requires_grad_()
+            y = ctx.block(x).sum()
+        x.register_hook(_fail)
+        with pytest.raises(Trouble):
+            torch.autograd.grad(y, x)
+        return grads[0], None
+
+
+def _fail(grad: Tensor) -> None:
+    raise Trouble
+
+
+class Trying(Tower):
+    tries = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        x = first(x)
+        x = _Tries.apply(x, third) if self.tries else third(x)
+        return self.head(second(x))
+
+
+class ANestedBackwardFailsAndTheOuterOneGoesOn(Case):
+    """The unit of the nested backward is gathered again once the weights have changed."""
+
+    def model(self) -> nn.Module:
+        return Trying()
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        for model.tries in (False, True):
+            loss_of(model(x)).backward()
+        model.tries = False
+
+
 class ALossIsForgotten(Case):
     """Dropped losses do not increase the number of live objects."""
 

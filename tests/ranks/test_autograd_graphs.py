@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ranks.autograd import DIM, Block, Case, Tower, compare, loss_of, worlds_and_policies
+from tests.ranks.autograd import (
+    DIM,
+    Block,
+    Case,
+    Tower,
+    compare,
+    engine_of,
+    loss_of,
+    worlds_and_policies,
+)
 from tests.ranks.pool import RankPool
 
 
@@ -208,6 +217,12 @@ class AUnitReturnsNothingButItsParameters(AUnitReturnsItsParameter):
 
     def model(self) -> nn.Module:
         return Tower(Block(), OnlyItsParameter(), TakesAParameterLast())
+
+    def check(self, model: Any) -> None:
+        """Hooks do not pile up on leaves, which live from step to step."""
+        buckets = [bucket for unit in engine_of(model).units for bucket in unit.buckets]
+        leaves = [param for bucket in buckets for param in bucket.materialized.params]
+        assert max(len(leaf._backward_hooks or ()) for leaf in leaves) == 1
 
 
 class TakesAParameterLast(Block):

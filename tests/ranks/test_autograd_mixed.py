@@ -281,6 +281,28 @@ class AFreezeBetweenForwardAndBackward(Case):
         loss.backward()
 
 
+class AFreezeBetweenForwardAndBackwardTheOtherWay(Case):
+    """A parameter that is frozen in backward gets no gradient, even if trainable in forward."""
+
+    reduces = True
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        for frozen in (model.blocks[1], model.blocks[0].up):  # all and a part of a unit
+            loss = loss_of(model(x))
+            frozen.requires_grad_(False)
+            if isinstance(model, fullshard.FSDPModule):
+                model.set_requires_gradient_sync(self.reduces)
+            loss.backward()
+            frozen.requires_grad_(True)
+        if isinstance(model, fullshard.FSDPModule):
+            model.set_requires_gradient_sync(True)
+        loss_of(model(2 * x)).backward()
+
+
+class AFreezeBeforeABackwardThatReducesNothing(AFreezeBetweenForwardAndBackwardTheOtherWay):
+    reduces = False
+
+
 class Autocast(Case):
     """Autocast caches casts of parameters until it ends. All ranks get the same batch here."""
 

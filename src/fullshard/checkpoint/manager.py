@@ -30,7 +30,7 @@ from fullshard.checkpoint.loading import load_from
 from fullshard.checkpoint.saving import CopyMemory, How, PendingSave, await_save, begin
 from fullshard.checkpoint.stores import Machines, lent, target_at
 from fullshard.comm.council import Council
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import CheckpointError, ConfigError, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def load_newest(
     """Load the newest intact checkpoint of several ``checkpointers``.
 
     For a loop that saves to memory often and to a disk seldom. Returns and raises what
-    ``Checkpointer.load`` does.
+    ``Checkpointer.load`` does. If an object store does not answer, no older checkpoint is loaded.
     """
     await_save()
     council = Council(
@@ -229,6 +229,8 @@ def load_newest(
                 return load(in_folder(path), optimizer=optimizer)
             load_there = partial(load, optimizer=optimizer)
             return _load_lent(council, machines, path, its.digest, load_there)
+        except StorageError:
+            raise  # an older checkpoint would be no help, and would lose steps
         except CheckpointError as error:
             log.warning("%s", error)
             failure = error

@@ -162,7 +162,7 @@ class InFlight:
             self._failure = failure.with_traceback(None)
         try:
             if exchange is not None:
-                exchange.publish(failure="" if self._failure is None else str(self._failure))
+                exchange.publish(failure=_told(self._failure))
         except Exception as failure:
             self._failure = self._failure or failure.with_traceback(None)
         self.is_over = True
@@ -172,6 +172,11 @@ class InFlight:
         """Raise if the collectives failed."""
         if self._failure is not None:
             raise self._failure
+
+
+def _told(failure: Exception | None) -> str:
+    """Return words for a failure; empty only if there is none."""
+    return "" if failure is None else str(failure) or type(failure).__name__
 
 
 def numbers_in(memory: Tensor, like: Tensor) -> Tensor:

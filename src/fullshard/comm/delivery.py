@@ -102,7 +102,6 @@ class Delivery:
 
     def wait(self) -> list[Tensor]:
         """Wait for the end; return the messages in rank order, none if this rank gets none."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        while self._works:  # after an error, those that follow are still under way
+            self._works.pop(0).wait()
         return self._messages if self._takes else []

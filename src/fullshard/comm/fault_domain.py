@@ -11,10 +11,12 @@ or host hangs in them. Results that devices compute from aborted collectives are
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from fullshard.comm.underway import Entry
 from fullshard.errors import ProtocolError, TornStepError
 
 __all__ = ["Era", "FaultDomain", "Interruptible", "fault_domain"]
+
+log = logging.getLogger(__name__)
 
 
 class Era:
@@ -164,11 +168,13 @@ class FaultDomain:
         with self._lock:
             last.end(error)  # first, so that nothing of the ended step begins in the next era
             self.era = new
-        for member in members:
-            if member.breaks is not None:
-                member.breaks(member.waiting)
-        for abort in aborts:
-            abort()
+        ends: list[Callable[[], None]]
+        ends = [partial(end, one.waiting) for one in members if (end := one.breaks) is not None]
+        for act in [*ends, *aborts]:
+            try:
+                act()
+            except Exception:  # such as no thread left: the other waits must end all the same
+                log.exception("collectives could not be ended after a fault")
 
     def raised(self, era: Era) -> None:
         """Note that this thread raises the error that ended ``era``.

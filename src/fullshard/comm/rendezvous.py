@@ -123,7 +123,8 @@ class _Exchange:
         self._store = own_store()
         self._era = era
         self._timeout_s = _collectives.timeout_of(group, "cpu").total_seconds()
-        self._until_s = time.monotonic() + self._timeout_s
+        # The others wait for the first rank, which waits for all of them before: twice as long.
+        self._until_s = time.monotonic() + self._timeout_s * (2 if self.rank else 1)
         self._liveness = Liveness(self._store)
         self._next_look_s = 0.0
         self._number = 0

@@ -214,7 +214,7 @@ def _only_group(unit: Unit) -> ParamGroup | None:
     # PyTorch 2.11 knows no other name, and only wants to call ``post_backward``.
     if len(unit.buckets) > 1 and hasattr(torch_state.FSDPState, "_fsdp_param_group"):
         raise UnsupportedError(
-            f"FSDPState._fsdp_param_group: unit {unit.name or '(root)'} has "
+            f"FSDPState._fsdp_param_group: unit {unit.shown_name} has "
             f"{len(unit.buckets)} groups, one for each mesh and dtype; use _fsdp_param_groups"
         )
     return _groups(unit)[0] if unit.buckets else None

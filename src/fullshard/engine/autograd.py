@@ -229,11 +229,26 @@ class _EndOfTask:
             backward.died(self._task)
 
 
-def _passed_by(backward: weakref.ref[Backward], grad: Tensor) -> None:
-    """Watch for the task's end, which reduces waiting gradients: backward met a returned input."""
-    watching = backward()
-    if watching is not None:
-        watching.task()
+class _PassedBy:
+    """A hook of a returned input: the end of the task that meets it reduces waiting gradients."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward = weakref.ref(backward)
+
+    def __call__(self, grad: Tensor) -> None:
+        backward = self._backward()
+        if backward is not None:
+            backward.task()
+
+    def is_of(self, backward: Backward) -> bool:
+        """Return whether ``backward`` gets the news."""
+        return self._backward() is backward
+
+
+def _is_watched(tensor: Tensor, backward: Backward) -> bool:
+    """Return whether a leaf, which lives from step to step, has such a hook already."""
+    hooks = _autograd.grad_hooks(tensor) if tensor.is_leaf else ()
+    return any(isinstance(hook, _PassedBy) and hook.is_of(backward) for hook in hooks)
 
 
 @dataclass(slots=True)
@@ -345,8 +360,8 @@ class Use:
             node.register_prehook(partial(self._output_grad, last_use))
         if not nodes:  # the outputs may be nothing but inputs
             for tensor in outputs:
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(_passed_by, weakref.ref(self.backward)))
+                if tensor.requires_grad and not _is_watched(tensor, self.backward):
+                    tensor.register_hook(_PassedBy(self.backward))
         if outside or (newest < made - 1 and _can_have_graph(inside, inputs)):
             return Follows.HIDDEN
         return Follows.BACKWARD if newest >= first else Follows.NOTHING
@@ -374,7 +389,7 @@ class Use:
         """Raise ``ProtocolError`` unless the unsharded side is still what the forward read."""
         if self.unit.sides() != self._sides:
             raise ProtocolError(
-                f"a backward through unit {self.unit.name or '(root)'} came after the unit was "
+                f"a backward through unit {self.unit.shown_name} came after the unit was "
                 "moved, cast, or changed in precision or communication since the forward; what "
                 "that read is gone. Call backward() before"
             )
@@ -402,7 +417,7 @@ class _Refusal:
 
     def __init__(self, unit: Unit) -> None:
         assert unit.lending is not None
-        self._where = f"unit {unit.name or '(root)'} that {unit.lending.call}"
+        self._where = f"unit {unit.shown_name} that {unit.lending.call}"
 
     def __call__(self, grad: Tensor) -> NoReturn:
         raise BusyError(

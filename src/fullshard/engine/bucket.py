@@ -154,6 +154,11 @@ class Bucket:
         """True if there is an unsharded side that can be used."""
         return self.unsharded is not None and not self.unsharded.is_lost
 
+    @property
+    def is_gathered(self) -> bool:
+        """True if the last gather was started, or has ended, and its result was not freed."""
+        return self.is_materialized and self.materialized.is_gathered
+
     def materialize(self, lanes: Lanes, meter: StorageMeter) -> Unsharded:
         """Return the unsharded side, without memory if it is made here."""
         if not self.is_materialized:

@@ -65,7 +65,7 @@ class Engine:
         self.observer: Observer | None = None
         self.recorder: Recorder | None = None
         self.post_optim_event: Any = None  # if set, the next fence waits for it, not for compute
-        self.is_dry = False
+        self.is_dry = self.is_resetting = False
         self.steps = StepLog(self.shares_params, self.weights_changed, self._drop_step)
         self.backward = Backward(self.trigger, self._is_in_forward_elsewhere)
         self._lanes: Lanes | None = None
@@ -150,7 +150,7 @@ class Engine:
             bucket.keeps_memory = keep
         if not keep and self.scheduler.residents.units[unit.key].residency is Residency.SHARDED:
             for bucket in unit.buckets:
-                bucket.reshard()
+                bucket.reshard(retained=unit in self.retained)
 
     def policy_of(self, unit: Unit) -> UnitPolicy:
         """Return the user's choices for ``unit``."""
@@ -196,7 +196,7 @@ class Engine:
         """Refuse a forward of a unit that only a running forward of its carrier makes usable."""
         carrier = self.scheduler.residents.units[unit.key].carrier
         if carrier is not None and not carrier.holds & IN_USE:
-            around = self.units[carrier.key].name or "(root)"
+            around = self.units[carrier.key].shown_name
             raise ProtocolError(
                 f"a forward of unit {unit.name}, which ranks may skip and which is therefore "
                 f"gathered with unit {around}, came outside of the forward of {around}: other "
@@ -217,12 +217,13 @@ class Engine:
             self._hear(trigger)
 
     def _hear(self, trigger: Trigger) -> None:
+        self.is_resetting = type(trigger) is when.Reset
         if self._lanes is not None:
             self._lanes.track_stream()
         if type(trigger) is when.TaskDied:
             last = self.scheduler.backward_of
-            place = "a backward" if last is None else f"the backward of {_named(self.units[last])}"
-            self.steps.step.left(f"in {place}")
+            where = "" if last is None else f" of unit {self.units[last].shown_name}"
+            self.steps.step.left(f"in {'the' if where else 'a'} backward{where}")
         actions = self.scheduler.on(trigger)
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
@@ -293,8 +294,8 @@ class Engine:
         """
         if self.backward.tasks and not self.backward_is_over():
             raise BusyError(
-                f"a forward of {_named(unit)} was called while another thread is in a backward of "
-                "the model. Call it when that backward has ended"
+                f"a forward of unit {unit.shown_name} was called while another thread is in a "
+                "backward of the model. Call it when that backward has ended"
             )
         with unchecked(self.backward.lock):
             self._enter(unit, member, inputs)
@@ -307,8 +308,8 @@ class Engine:
             here = threading.get_ident()
             if self.steps.thread != here and self._is_in_forward_elsewhere():
                 raise BusyError(
-                    f"a forward of {_named(unit)} was called while another thread is in a forward "
-                    "of the model. Call the model from one thread at a time"
+                    f"a forward of unit {unit.shown_name} was called while another thread is in a "
+                    "forward of the model. Call the model from one thread at a time"
                 )
             self.steps.thread = here
         if self.scheduler.idle:
@@ -365,7 +366,7 @@ class Engine:
     def _exit(self, unit: Unit, member: int, follows: Follows, *, failed: bool) -> None:
         task = _autograd.current_task()
         if failed and not _autograd.ends_recomputation(sys.exception()):
-            self.steps.step.left(f"in the forward of {_named(unit)}")
+            self.steps.step.left(f"in the forward of unit {unit.shown_name}")
         self.trigger(when.ForwardExit(unit.key, member, task, follows, failed))
         if self.scheduler.idle and task == NO_TASK and follows is Follows.NOTHING:
             self.steps.end(sys.exception(), failed=failed)
@@ -490,7 +491,7 @@ class Engine:
         if not _autograd.is_profiling():
             self._carry_out(action.op, unit)
             return
-        with record_function(f"fullshard::{action.op.value} {unit.name or '(root)'}"):
+        with record_function(f"fullshard::{action.op.value} {unit.shown_name}"):
             self._carry_out(action.op, unit)
 
     def _carry_out(self, op: Op, unit: Unit) -> None:
@@ -515,8 +516,8 @@ class Engine:
             self.lanes.untrack_streams()
 
 
-def _unshard(engine: Engine, unit: Unit) -> None:
-    """Start the all-gathers; make unsharded sides that are missing."""
+def _unshard(engine: Engine, unit: Unit, *, is_retry: bool = False) -> None:
+    """Start the all-gathers, all or those that failed; make unsharded sides that are missing."""
     for bucket in unit.buckets:
         if not bucket.is_materialized:
             fresh = bucket.materialize(engine.lanes, engine.meter)
@@ -525,11 +526,16 @@ def _unshard(engine: Engine, unit: Unit) -> None:
     if engine.scheduler.idle:  # the user unshards; otherwise a root has just prepared the units
         unit.was_written()
     for bucket in unit.buckets:
-        bucket.materialized.start()
+        if not (is_retry and bucket.is_gathered):
+            bucket.materialized.start()
 
 
-def _wait(_: Engine, unit: Unit) -> None:
+def _wait(engine: Engine, unit: Unit) -> None:
     """Make the unsharded parameters usable and show them in the modules."""
+    if not all(bucket.is_gathered for bucket in unit.buckets):  # starting their gathers has failed
+        if engine.is_resetting:
+            return
+        engine.steps.run(partial(_unshard, is_retry=True), engine, unit)
     for bucket in unit.buckets:
         bucket.materialized.finish()
     unit.registration.show_unsharded(unit.buckets)
@@ -586,10 +592,6 @@ _ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
     Op.FORGET: _forget,
 }
 """The function that carries out each action."""
-
-
-def _named(unit: Unit) -> str:
-    return f"unit {unit.name or '(root)'}"
 
 
 _ENDS = frozenset({when.TaskEnd, when.TaskDied, when.Reset})

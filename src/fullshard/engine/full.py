@@ -330,7 +330,7 @@ class Loan:
                 grads = differing(bucket.spec, _grads(bucket, params))
                 is_apart = [one or other for one, other in zip(is_apart, grads, strict=True)]
             names += [name for name, apart in zip(bucket.names, is_apart, strict=True) if apart]
-        where = f"{self._terms.call} with check=True, unit {self._unit.name or '(root)'}: "
+        where = f"{self._terms.call} with check=True, unit {self._unit.shown_name}: "
         if is_left and keep:
             return ProtocolError(
                 where + "what some ranks wrote cannot be kept, so nothing of it was"

@@ -126,6 +126,8 @@ class Gradients:
         """Start to reduce present and pending gradients, if any parameter can have one."""
         indices = self._indices()
         if not indices:
+            self.discard()  # of a forward in which parameters were not frozen yet
+            self._waiting.pending = None
             return
         resolve_presence([self], self._lanes)  # this reduction may write to the same memory
         reduced = self._sets.choose(indices)
@@ -342,7 +344,9 @@ class Gradients:
         again before their memory returns to one stream.
         """
         self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
-        grads = [param.grad for param in self.params]
+        trained = _autograd.requires_grad(self._bucket.sharded_params)  # now, not in the forward
+        pairs = zip(self.params, trained, strict=True)
+        grads = [param.grad if is_trained else None for param, is_trained in pairs]
         self.discard()
         if self._spec.parallel:
             grads = local_gradients(grads, self._spec.parallel)
@@ -395,7 +399,7 @@ class Gradients:
         if front is None:
             seen = self._put(result, wanted)
         else:
-            seen = [front.param]
+            seen = [front.param] if any(wanted) else []
             front.add_gradients(result.flat[: self._spec.layout.shard_numel], wanted)
         for param, hook in _autograd.post_accumulate_grad_hooks(seen):
             hook(param)  # as autograd would call the hook; an optimizer may step in it

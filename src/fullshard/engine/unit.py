@@ -111,6 +111,11 @@ class Unit:
         self._grad_nodes: tuple[list[bool], list[Node]] | None = None
         self._version = 0
 
+    @property
+    def shown_name(self) -> str:
+        """The name for messages."""
+        return self.name or "(root)"
+
     def copy(self, memo: dict[Any, Any]) -> Unit:
         """Return a separate unit, resharded, with copied shards; its registration is still ours.
 
@@ -133,7 +138,7 @@ class Unit:
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         """Refuse to copy: module hooks refer to the unit, so copying part of a model gets here."""
         raise UnsupportedError(
-            f"a module with parameters of unit {self.name or '(root)'} cannot be copied without "
+            f"a module with parameters of unit {self.shown_name} cannot be copied without "
             "the module that was given to fully_shard; copy that one, or the state_dict()"
         )
 
@@ -265,7 +270,7 @@ class Unit:
         ]
         if names:
             raise ProtocolError(
-                f"unit {self.name or '(root)'} has parameters on the meta device: "
+                f"unit {self.shown_name} has parameters on the meta device: "
                 f"{', '.join(names)}. Give them memory with to_empty(device=...) and values with "
                 "reset_parameters(), or load_state_dict(..., assign=True)"
             )
@@ -280,7 +285,7 @@ class Unit:
         if self.lending is not None:
             raise BusyError(
                 f"{what} while {self.lending.call} lends the full parameters of unit "
-                f"{self.name or '(root)'}; units are expected to be in states of rest: leave the "
+                f"{self.shown_name}; units are expected to be in states of rest: leave the "
                 "with block first"
             )
 
@@ -289,7 +294,7 @@ class Unit:
         if self.lending is not None and not self.lending.is_shown:
             raise BusyError(
                 f"{what} while {self.lending.call} with rank0_only=True lends the full parameters "
-                f"of unit {self.name or '(root)'} to another rank: do this on rank 0 only, or "
+                f"of unit {self.shown_name} to another rank: do this on rank 0 only, or "
                 "leave the with block first"
             )
 
@@ -306,7 +311,7 @@ class Unit:
             names += [bucket.names[number] for number in replaced]
         if names:
             raise AssertedProtocolError(
-                f"unit {self.name or '(root)'}: FSDP does not support changing the parameters "
+                f"unit {self.shown_name}: FSDP does not support changing the parameters "
                 f"between forward and backward while they are unsharded, got others for "
                 f"{', '.join(names)}. The others are dropped; write between steps, or inside "
                 "of unshard_params()"
@@ -359,7 +364,7 @@ class Retained:
             "parameters is kept until the end of backward, or for as long as something refers to "
             "them. Return the tensor, or detach what needs no gradient, such as y.detach().norm() "
             "for a log. Other units are not reported",
-            unit.name or "(root)",
+            unit.shown_name,
         )
 
 
@@ -374,7 +379,7 @@ def check_lent_alike(units: Sequence[Unit], what: str) -> None:
         assert lent.lending is not None
         raise BusyError(
             f"{what} while {lent.lending.call} with rank0_only=True lends unit "
-            f"{lent.name or '(root)'} to rank 0 alone, and others have to be gathered by all "
+            f"{lent.shown_name} to rank 0 alone, and others have to be gathered by all "
             "ranks: lend all of them, or lend to all ranks"
         )
 

@@ -69,9 +69,12 @@ class Unsharded:
 
     ``is_lost``: True once ``free`` was called in the middle of a gather, which happens only after a
     fault. The backend may still write to the memory, so the object cannot be used any more.
+
+    ``is_gathered``: True from ``start`` to ``free``.
     """
 
     is_lost = False
+    is_gathered = False
     _gather: FlatGather | HookedGather | None = None
     _secondary: _Secondary | None = None
     _buffer: Buffer | None = None
@@ -159,6 +162,7 @@ class Unsharded:
         if source is not None and not is_filled:
             with self._lanes.on(Lane.GATHER):
                 self._in_flight = source.start()
+        self.is_gathered = True
         self.reclaim()
 
     def finish(self) -> None:
@@ -179,7 +183,7 @@ class Unsharded:
         With ``keep_memory`` nothing is freed, and the next gather writes to the same place. In the
         middle of a gather, nothing is freed, and ``is_lost`` is set.
         """
-        self._is_filled = False
+        self._is_filled = self.is_gathered = False
         if self._gather is None:
             return
         secondary = self._secondary

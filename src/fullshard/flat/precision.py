@@ -114,7 +114,7 @@ class Precision:
             return
         if not engine.scheduler.idle:
             raise ProtocolError(
-                f"unit {unit.name or '(root)'} has MixedPrecision(full_precision_in_eval=True) and "
+                f"unit {unit.shown_name} has MixedPrecision(full_precision_in_eval=True) and "
                 f"went {'out of' if training else 'into'} eval(), but the wrapper whose forward is "
                 "running has not. Give the option to the outermost wrapper too, and do not change "
                 "modes in a forward"

@@ -203,7 +203,7 @@ def check_not_sharded(params: Iterable[PlacedParam], *, what_to_do: str = _TOGET
             several = names_of(place)
             shared = f", or because its module stands in several places ({', '.join(several)})"
             raise AlreadyShardedError(
-                f"fully_shard: parameter {name} belongs to unit {owner.name or '(root)'} already, "
+                f"fully_shard: parameter {name} belongs to unit {owner.shown_name} already, "
                 f"because a parent was sharded before its child{shared if several[1:] else ''}; "
                 "shard bottom-up, children first"
                 + (", and a module of several places once" if several[1:] else "")

@@ -145,8 +145,8 @@ def _tied_across(loans: Mapping[Unit, Loan], terms: Terms) -> FullshardError | N
             if other is not unit:
                 return ConfigError(
                     f"parameter {slot.name} of {type(slot.place.module).__name__} in unit "
-                    f"{unit.name or '(root)'} was tied inside of {terms.call} to a parameter of "
-                    f"unit {other.name or '(root)'}; tied parameters must be in one unit. Nothing "
+                    f"{unit.shown_name} was tied inside of {terms.call} to a parameter of "
+                    f"unit {other.shown_name}; tied parameters must be in one unit. Nothing "
                     "was written back; tie them before fully_shard"
                 )
     return None
@@ -191,7 +191,7 @@ def _units_to_lend(
         return [own]
     found = _owners_in(outside([module]))
     if everywhere and not found and not may_be_none:
-        inner = ", ".join(unit.name or "(root)" for unit in everywhere[:8])
+        inner = ", ".join(unit.shown_name for unit in everywhere[:8])
         raise ConfigError(
             f"{call}(recurse=False): {type(module).__name__} was not given to fully_shard, "
             f"and all its sharded parameters belong to units inside of it ({inner}); leave out "

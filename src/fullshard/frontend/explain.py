@@ -90,7 +90,7 @@ def _called_alone(place: Place, unit: Unit, called: nn.Module, shard: str) -> st
 
 def _described(unit: Unit) -> str:
     kinds = ", ".join(type(one).__name__.removeprefix("FSDP") for one in members_of(unit)[:4])
-    return f"{unit.name or '(root)'}{f' ({kinds})' if kinds and unit.name != kinds else ''}"
+    return f"{unit.shown_name}{f' ({kinds})' if kinds and unit.name != kinds else ''}"
 
 
 def _module_name(module: nn.Module) -> str:

@@ -409,7 +409,7 @@ def check_ends_by_itself(unit: Unit) -> None:
     if engine_of(unit).scheduler.policy.manual_finalization:
         raise ProtocolError(
             f"fully_shard: set_manual_backward_finalization(True) was called on a module with unit "
-            f"{unit.name or '(root)'}, which would not be the root any more; call it after "
+            f"{unit.shown_name}, which would not be the root any more; call it after "
             "fully_shard on the root"
         )
 
@@ -417,7 +417,7 @@ def check_ends_by_itself(unit: Unit) -> None:
 def _check_root(unit: Unit, what: str) -> None:
     if unit is not engine_of(unit).units[-1]:
         raise ProtocolError(
-            f"{what} was called on unit {unit.name or '(root)'}, expected the root: backward ends "
+            f"{what} was called on unit {unit.shown_name}, expected the root: backward ends "
             "for the whole tree at once"
         )
 
@@ -435,7 +435,7 @@ def _check_may_finalize(unit: Unit, engine: Engine) -> None:
         waits = state.partial or (state.pending and policy.requires_gradient_sync)
         if waits and state.replicated and not policy.requires_all_reduce:
             raise ProtocolError(
-                f"finalize_backward(): unit {engine.units[state.key].name or '(root)'} does not "
+                f"finalize_backward(): unit {engine.units[state.key].shown_name} does not "
                 "reduce over its replicas; call set_requires_all_reduce(True) before, or let "
                 "backward end by itself"
             )

@@ -280,7 +280,7 @@ class Additions:
         if added and any(bucket.spec.layout.world > 1 for bucket in unit.buckets):
             warnings.warn(
                 f"parameters {listed(added, 8)} were added below unit "
-                f"{unit.name or '(root)'} after it was sharded: they are not sharded, and "
+                f"{unit.shown_name} after it was sharded: they are not sharded, and "
                 "their gradients are not reduced, so ranks train different values. Add modules "
                 "before fully_shard, or call fully_shard on the new module before the first step",
                 stacklevel=2,

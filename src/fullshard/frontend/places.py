@@ -281,7 +281,7 @@ class Places:
             if other not in ties and new.get(other) is not new.get(index):
                 raise _CannotTakeOver(
                     f"Cannot writeback: parameter {_named(self._slots[index])} in unit "
-                    f"{unit.name or '(root)'} was tied to {_named(beside)} when it was sharded, "
+                    f"{unit.shown_name} was tied to {_named(beside)} when it was sharded, "
                     "and got a parameter of its own after fully_shard. Untie parameters before "
                     "fully_shard, or put the same one in all places"
                 )
@@ -309,7 +309,7 @@ class Places:
             if own.get(name) is not whole or not shown[bucket].owns(whole):
                 raise ConfigError(
                     f"parameter {place.name} of {type(place.module).__name__} in unit "
-                    f"{unit.name or '(root)'} was replaced, moved or cast while it was unsharded; "
+                    f"{unit.shown_name} was replaced, moved or cast while it was unsharded; "
                     "call reshard() before, or move and cast the whole sharded module"
                 )
 
@@ -328,9 +328,9 @@ class Places:
         engine: Any = unit.engine
         for other in engine.units:
             if any(now is param for bucket in other.buckets for param in bucket.sharded_params):
-                what += f" (that of unit {other.name or '(root)'})"
+                what += f" (that of unit {other.shown_name})"
         return _CannotTakeOver(
-            f"Cannot writeback: parameter {_named(slot)} in unit {unit.name or '(root)'} was "
+            f"Cannot writeback: parameter {_named(slot)} in unit {unit.shown_name} was "
             f"replaced after fully_shard by {what}; expected a sharded parameter of "
             f"{tuple(ours.shape)} with the same placement. Replace parameters before fully_shard, "
             "tie them before it or within a unit, or write into the sharded ones"

@@ -180,7 +180,7 @@ class ShardedModule(_Module):
         engine.check_idle(what)
         if tolerant and root in self._units(recurse):
             raise ConfigError(
-                f"{what} on unit {root.name or '(root)'}, which is inside of no other unit: ranks "
+                f"{what} on unit {root.shown_name}, which is inside of no other unit: ranks "
                 "may skip parts of a model, not all of it. Call it on units inside, after "
                 "fully_shard on the root"
             )
@@ -208,7 +208,7 @@ class ShardedModule(_Module):
         Strings "param (unit)", in model order; backward reached the last entry first.
         """
         found = [
-            f"{name} (unit {held.unit.name or '(root)'})"
+            f"{name} (unit {held.unit.shown_name})"
             for name, _, held in named_sharded(self, self._units(recurse=True))
             if held is not None and held.bucket.names[held.number] in _suspects(held.bucket)
         ]
@@ -290,7 +290,7 @@ def _check_one_around(engine: Engine, what: str) -> None:
             if nearest is not None and nearest not in inside:
                 raise ConfigError(
                     f"{what}: unit {one.name} is inside of two units, {nearest.name} and "
-                    f"{unit.name or '(root)'}, neither of which is inside of the other, so ranks "
+                    f"{unit.shown_name}, neither of which is inside of the other, so ranks "
                     "may skip one and run the other. Give both units to one call of fully_shard, "
                     "as a list, or leave out set_skip_tolerance"
                 )
@@ -360,7 +360,7 @@ def copy_sharded(module: AnyModule, memo: dict[Any, Any]) -> AnyModule:
     for unit, num_members in members.items():
         if num_members < unit.num_members:
             raise ConfigError(
-                f"deepcopy of {type(module).__name__}: unit {unit.name or '(root)'} has "
+                f"deepcopy of {type(module).__name__}: unit {unit.shown_name} has "
                 f"{unit.num_members} modules, but {type(module).__name__} contains only "
                 f"{num_members}; copy a sharded module that contains all of them"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -39,20 +41,23 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) ->
     return 2 * scores * (query.shape[3] + value.shape[3]) / (2 if is_causal else 1)
 
 
-def _forward(args: Any, kwargs: dict[str, Any], out: Any) -> float:
-    is_causal = args[4] if len(args) > 4 else kwargs.get("is_causal", False)
+def _forward(at: int, args: Any, kwargs: dict[str, Any], out: Any) -> float:
+    """Count a forward; ``at`` is the position of ``is_causal`` in ``args``."""
+    is_causal = args[at] if len(args) > at else kwargs.get("is_causal", False)
     return _attention(*args[:3], is_causal=is_causal)
 
 
-def _backward(args: Any, kwargs: dict[str, Any], out: Any) -> float:
+def _backward(at: int, args: Any, kwargs: dict[str, Any], out: Any) -> float:
     """Count two and a half forwards: one product is recomputed, and four are new."""
-    is_causal = args[7] if len(args) > 7 else kwargs.get("is_causal", False)
-    return 2.5 * _attention(*args[1:4], is_causal=is_causal)
+    return 2.5 * _forward(at - 1, args[1:], kwargs, out)
 
 
 _aten = torch.ops.aten
-_OWN = {
+_OWN: dict[Any, Callable[[Any, dict[str, Any], Any], float]] = {
     _aten._grouped_mm: _grouped_mm,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _forward,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: partial(_forward, 4),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: partial(_backward, 7),
+    # PyTorch's own count of these ignores ``is_causal``.
+    _aten._scaled_dot_product_efficient_attention: partial(_forward, 6),
+    _aten._scaled_dot_product_efficient_attention_backward: partial(_backward, 11),
 }

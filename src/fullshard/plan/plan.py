@@ -205,7 +205,7 @@ class Plan:
     def _lines(self) -> Iterator[str]:
         ranks = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         has = in_bytes(self.hardware.memory_nbytes)
-        over = in_bytes(self.peak_nbytes - self.hardware.memory_nbytes)
+        over = in_bytes(self.excess_nbytes)
         verdict = "fits" if self.fits else f"DOES NOT FIT, by {over}"
         of_model = f"{self.num_parameters:,} parameters"
         yield f"rank {self.rank} of {ranks} on {self.hardware.name}, {of_model}"

@@ -91,8 +91,10 @@ class Search:
         wanted = self.target_s is not None or not self._look_at(self.best).fits
         if wanted and "offload_policy" not in self.fixed:
             away = replace(self.best, offload_policy=CPUOffloadPolicy())
-            faster = self._look_at(away).step_s < here.step_s  # recomputation slows down
-            if self.target_s is not None or not here.fits or faster:
+            plan = self._look_if_possible(away)
+            wants_it = self.target_s is not None or not here.fits
+            # Recomputation slows down.
+            if plan is not None and (wants_it or plan.step_s < here.step_s):
                 found.append(self._recomputing(away))
         self.best = min(found, key=self._rank)
 
@@ -129,16 +131,22 @@ class Search:
         now, then = self._look_at(self.best), replace(self.best, **change)
         if then == self.best:
             return
-        try:
-            found = self._look_at(then)
-        except FullshardError:
-            return  # the model cannot be sharded this way
+        found = self._look_if_possible(then)
+        if found is None:
+            return
         if now.fits:
             better = found.fits and found.step_s < _GAIN * now.step_s
         else:
             better = found.fits or found.excess_nbytes < _GAIN * now.excess_nbytes
         if better:
             self.best = then
+
+    def _look_if_possible(self, choice: Choice) -> Plan | None:
+        """Return the plan; None if the model cannot be sharded this way."""
+        try:
+            return self._look_at(choice)
+        except FullshardError:
+            return None
 
     def _look_at(self, choice: Choice) -> Plan:
         if choice not in self.plans:

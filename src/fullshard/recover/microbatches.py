@@ -251,8 +251,8 @@ class Microbatches:
         if group is None:
             return [(outcome, rows)]
         while True:
-            values = torch.zeros(group.size(), 2)
-            values[group.rank()] = torch.tensor([float(outcome), float(rows)])
+            values = torch.zeros(group.size(), 2, dtype=torch.int64, device="cpu")
+            values[group.rank()] = torch.tensor([int(outcome), rows])
             try:
                 all_reduce(values, group, is_max=False, label=_LABEL)
             except LostRankError:
@@ -260,7 +260,7 @@ class Microbatches:
             except PeerError:  # a rank failed before this collective
                 outcome = max(outcome, _Outcome.DROPPED)
                 continue
-            return [(_Outcome(one), rows) for one, rows in values.int().tolist()]
+            return [(_Outcome(one), rows) for one, rows in values.tolist()]
 
     def _drop(self) -> None:
         """Drop the gradients and the state of the step."""

@@ -336,6 +336,10 @@ class Scheduler:
         for state in map(self._units.__getitem__, dict.fromkeys((*event.leftovers, *due))):
             out.extend(one.do.discard for one in (state, *state.carries))
         if self._tasks:
+            others = self._tasks.values()
+            for key in sorted({*task.open_uses.values(), *task.recomputed}):
+                if not any(one.is_inside(key) for one in others):
+                    self._leave_unit(self._units[key], out)
             return
         self._back.give_up(out)
         self.reductions.finish(out)

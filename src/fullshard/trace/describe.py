@@ -19,7 +19,7 @@ def unit_as_json(unit: Unit, engine: Engine, number: int) -> dict[str, Any]:
     """Return the facts of ``unit`` before any step; ``number`` is the number of its engine."""
     worlds = [bucket.spec.layout.world for bucket in unit.buckets]
     return {
-        "name": unit.name or "(root)",
+        "name": unit.shown_name,
         "engine": number,
         "unsharded_nbytes": unit.nbytes,
         "shard_nbytes": sum(bucket.shards.nbytes for bucket in unit.buckets),

@@ -33,9 +33,13 @@ def write(folder: Path, rank: int, found: Mapping[str, Any]) -> Path:
 def write_parts(path: Path, parts: Iterable[str]) -> None:
     """Write a file of these parts atomically: a reader sees the whole file or no file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(parts)
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(parts)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_all(folder: str | Path) -> list[dict[str, Any]]:

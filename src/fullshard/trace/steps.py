@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ class KeptSegment(NamedTuple):
 
 @dataclass(slots=True)
 class UnitSums:
-    """Sums over all steps of one unit."""
+    """Sums over all steps of one unit, without evaluations."""
 
     gathers: int = 0
     """The number of its gathers."""
@@ -153,7 +153,7 @@ class History:
 
     Attributes:
         units: sums of each unit.
-        missed: number of times that each guess was wrong.
+        missed: number of times that each guess was wrong, without evaluations.
         spent: durations by kind of segment.
         first_s: seconds of the first step, which the sums leave out if there are others; it
             allocates memory, and code may be compiled in it.
@@ -200,21 +200,25 @@ class History:
             self.units = [UnitSums() for _ in self.units]
         self.spent[segment.kind].add(segment.end_s - segment.start_s)
         self._clock = self._clock.moved_to(segment.entries)
-        missed = self._add_up(segment)
-        self.missed.update(missed)
+        is_evaluation = segment.kind is SegmentKind.EVALUATION
+        missed = self._add_up(
+            segment, [UnitSums() for _ in self.units] if is_evaluation else self.units
+        )
+        if not is_evaluation:
+            self.missed.update(missed)
         number = self._num_steps + (not is_step)
         self.last = kept = KeptSegment(number, segment, self._clock, missed)
         if is_step:
             self._keep(kept)
 
-    def _add_up(self, segment: TapeSegment) -> list[Missed]:
-        """Add to the sums, and return the guesses that missed.
+    def _add_up(self, segment: TapeSegment, units: Sequence[UnitSums]) -> list[Missed]:
+        """Add to the sums of ``units``, and return the guesses that missed.
 
         A guess is a gather that begins while another unit runs. The guess missed if the gathered
         unit is resharded before it runs. (The resharding waits for the gather first, because a
         buffer cannot be freed while a collective writes into it.)
         """
-        units, entered = self.units, NO_UNIT
+        entered = NO_UNIT
         guessed: dict[int, int] = {}  # unit -> the unit that ran at the guess
         began: list[tuple[Any, ...]] = []  # actions that have begun
         missed = []
@@ -235,7 +239,7 @@ class History:
                         missed.append(Missed(unit, guessed.pop(unit), entered))
             elif what == ACTED:
                 if began:  # else the action began in a segment that was cut
-                    self._waited(began.pop(), entry)
+                    self._waited(began.pop(), entry, units)
             elif what == HEARD:
                 trigger = entry[2]
                 entered = NO_UNIT
@@ -246,14 +250,16 @@ class History:
                     guessed.clear()
         return missed
 
-    def _waited(self, began: tuple[Any, ...], ended: tuple[Any, ...]) -> None:
+    def _waited(
+        self, began: tuple[Any, ...], ended: tuple[Any, ...], units: Sequence[UnitSums]
+    ) -> None:
         """Add the time of an action to the waits of its unit, if computation waits in it."""
         action = began[2]
         op = action.op
         if op is _WAIT:
-            total = self.units[began[3] + action.unit].gather
+            total = units[began[3] + action.unit].gather
         elif op is _FINISH:
-            total = self.units[began[3] + action.unit].reduction
+            total = units[began[3] + action.unit].reduction
         else:
             return
         took_s = None if began[4] is None else lane_time(self._clock, began[4], ended[2])[1]

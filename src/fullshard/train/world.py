@@ -21,6 +21,9 @@ STORE = "FULLSHARD_STORE"
 """Environment variable with the store for workers of our launcher: a file, or ``TCP`` and the port
 of a store on loopback."""
 
+LAUNCHER = "FULLSHARD_LAUNCHER"
+"""Environment variable with the process id of our launcher."""
+
 TCP = "tcp:"
 LOOPBACK = "127.0.0.1"
 

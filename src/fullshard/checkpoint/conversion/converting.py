@@ -139,6 +139,7 @@ def _of_ours(path: Path) -> WholeCheckpoint:
     found.ties = manifest.values("ties")
     found.states = {name: decode(state) for name, state in manifest.values("states").items()}
     for contents in manifest.contents:
+        found.left_out += contents.values.get("left_out", [])
         if (stored := contents.values.get("optimizer")) is not None:
             found.single |= {name: decode(state) for name, state in stored["state"].items()}
             found.groups = (found.groups or []) + decode(stored["param_groups"])
@@ -154,6 +155,8 @@ def _write_ours(found: WholeCheckpoint, unfinished: Path, more: Callable[[int], 
     }
     values: dict[str, Any] = {"ties": found.ties}
     values["states"] = {name: encode(one, name) for name, one in found.states.items()}
+    if found.left_out:
+        values["left_out"] = found.left_out
     if found.groups is not None:
         single = {
             name: {key: encode(one, f"{key!r} of {name}") for key, one in kept.items()}

@@ -33,6 +33,7 @@ class WholeCheckpoint:
         model, optimizer: tensors by name, and state of the optimizer as "NAME/KEY".
         ties: names of tied parameters, and those under which they are kept.
         states: extra state of modules.
+        left_out: frozen parameters that were not saved.
         single: state of the optimizer that is no tensor.
         groups: the groups of the optimizer, with names of parameters; None: it has no optimizer.
         extra: everything else.
@@ -43,6 +44,7 @@ class WholeCheckpoint:
     optimizer: dict[str, Leaf] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
     single: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] | None = None
     extra: Any = None

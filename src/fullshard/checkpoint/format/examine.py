@@ -25,8 +25,8 @@ from torch.distributed.tensor import Placement
 
 from fullshard.checkpoint.format.datafile import Bytes, DataFile, LocalFile, ObjectFile
 from fullshard.checkpoint.format.manifest import MANIFEST, FileInfo, Manifest
-from fullshard.checkpoint.format.places import AnyPlace, ObjectUrl, Place, is_out_of_reach, place_of
-from fullshard.errors import CheckpointError
+from fullshard.checkpoint.format.places import AnyPlace, ObjectUrl, Place, place_of
+from fullshard.errors import CheckpointError, StorageError
 from fullshard.progress import Operation
 
 LATEST = "latest"
@@ -360,8 +360,10 @@ def contained(root: Place) -> list[tuple[int, float, str, int, list[int]]]:
             manifest = read_manifest(root / one.name)
             files = len(manifest.files), present(root / one.name, manifest)
             found.append((manifest.step, one.time, one.digest, *files))
-        except (CheckpointError, OSError) as error:
-            _raise_if_out_of_reach(root, error)
+        except StorageError:
+            raise
+        except (CheckpointError, OSError):
+            continue
     return found
 
 
@@ -399,16 +401,10 @@ def complete(path: Place) -> CheckpointInfo | None:
     """Return the description of the checkpoint at ``path``; None if it is not complete."""
     try:
         return inspect(path)
-    except (CheckpointError, OSError) as error:
-        _raise_if_out_of_reach(path, error)
+    except StorageError:
+        raise
+    except (CheckpointError, OSError):
         return None
-
-
-def _raise_if_out_of_reach(path: Place, error: Exception) -> None:
-    """Raise ``error`` again if it says that an object store gave no answer."""
-    is_answer = not isinstance(error, CheckpointError) or not is_out_of_reach(error)
-    if isinstance(path, ObjectUrl) and not is_answer:
-        raise error
 
 
 def _folders(root: Place) -> Iterator[Place]:

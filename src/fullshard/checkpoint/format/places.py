@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import CheckpointError, ConfigError, FullshardError
+from fullshard.errors import CheckpointError, ConfigError, FullshardError, StorageError
 
 _SYNC_NBYTES = 256 << 20  # so that no flush takes long
 _PART_NBYTES = 32 << 20
@@ -87,9 +87,9 @@ class ObjectUrl:
         """Return the whole object; None if it does not exist."""
         try:
             return self.read()
-        except CheckpointError as error:
-            if is_out_of_reach(error):
-                raise
+        except StorageError:
+            raise
+        except CheckpointError:
             return None
 
     def read_range(self, start: int, stop: int) -> bytes:
@@ -304,22 +304,23 @@ def folder_of(path: AnyPlace) -> Path:
     return place
 
 
-def is_out_of_reach(error: CheckpointError) -> bool:
-    """Return whether an object store gave no answer, rather than that there is no such object."""
-    cause = error.__cause__
-    return cause is not None and not isinstance(cause, (FileNotFoundError, FullshardError))
-
-
 @contextmanager
 def explained(url: ObjectUrl, to_be: str) -> Iterator[None]:
-    """Raise ``CheckpointError``, with a remedy, in place of errors of a filesystem of fsspec."""
+    """Raise an error of ours, with a remedy, in place of errors of a filesystem of fsspec.
+
+    Raises:
+        CheckpointError: there is no such object.
+        StorageError: any other error.
+    """
     try:
         yield
     except FullshardError:
         raise
     except Exception as error:  # each store has its own
         text = f"{type(error).__name__}: {error}"
+        kind: type[CheckpointError] = StorageError
         if isinstance(error, FileNotFoundError):
+            kind = CheckpointError
             remedy = "check that the bucket exists, and that no other job removes objects there"
         elif isinstance(error, PermissionError) or _DENIED.search(text):
             remedy = (
@@ -328,4 +329,4 @@ def explained(url: ObjectUrl, to_be: str) -> Iterator[None]:
             )
         else:
             remedy = "check the network and the store, then repeat the call"
-        raise CheckpointError(f"{url}: cannot be {to_be} ({text}); {remedy}") from error
+        raise kind(f"{url}: cannot be {to_be} ({text}); {remedy}") from error

@@ -36,6 +36,7 @@ _TOLERATED = 1.05
 
 _EXCHANGED_NBYTES = 64 << 20  # at once, in the memory of each rank
 _CHUNK_NBYTES = 4 << 20  # a multiple of the blocks
+_MOST_OPEN = 128  # data files at a time; processes often may open 1,024
 _LARGEST = 4  # share of a rank, in shares of a rank if all had the same
 
 
@@ -173,6 +174,8 @@ class Reader:
         info = run.part.file
         file = self._files.get(info.name)
         if file is None:
+            if len(self._files) == _MOST_OPEN:
+                self._files.pop(next(iter(self._files))).close()
             file = self._files[info.name] = DataFile(self._opened(info), info)
         file.check(run.name, datafile.dtype_of(run.part.dtype), run.part.shape)
         for start in range(0, run.nbytes, _CHUNK_NBYTES):

@@ -174,10 +174,10 @@ class ObjectTarget:
         elif objects.exists(self.path):
             raise ConfigError("a checkpoint appeared at this URL meanwhile; give a new one")
         own = self.path / MANIFEST
+        self._may_be_there = True  # also after an error: the answer may be lost, not the manifest
         try:
             own.write(manifest)
         except CheckpointError as error:
-            self._may_be_there = True  # the answer may have been lost, and not the manifest
             if own.read_if_there() != manifest:
                 raise CheckpointError(
                     f"{error}. The data files are left in the store, where the next save removes "

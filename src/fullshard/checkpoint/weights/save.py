@@ -110,8 +110,11 @@ def planned_tensors(
         UnsupportedError: adapters are not merged.
     """
     check_merged(model)
-    if dtype is not None and not (dtype.is_floating_point and datafile.is_known(dtype)):
-        raise ConfigError(f"dtype={dtype}: expected one of floating point that files can hold")
+    if dtype is not None and not (_is_unscaled(dtype) and datafile.is_known(dtype)):
+        raise ConfigError(
+            f"dtype={dtype}: expected one of floating point, with 16 bits or more, that files can "
+            "hold"
+        )
     entries = {n.removeprefix("model/"): manifest.entry(n) for n in manifest.names()}
     inner = pretrained(model)
     ignored = getattr(inner, "_keys_to_ignore_on_save", None) or ()  # such as computed positions
@@ -121,9 +124,14 @@ def planned_tensors(
     found = []
     for stored in stored_tensors(model, shapes):
         own = datafile.dtype_of(entries[stored.source].dtype)
-        cast = dtype is not None and own.is_floating_point
+        cast = dtype is not None and _is_unscaled(own)
         found.append(Planned(stored, dtype if cast and dtype is not None else own))
     return found
+
+
+def _is_unscaled(dtype: torch.dtype) -> bool:
+    """Return whether values of ``dtype`` have their meaning without scales."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def grouped(

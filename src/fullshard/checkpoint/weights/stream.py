@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from fullshard._torch import autograd as _autograd
 from fullshard._torch import memory as _memory
-from fullshard.checkpoint.format import Manifest
+from fullshard.checkpoint.format import Manifest, TensorEntry
 from fullshard.checkpoint.saving import Collected, await_save
 from fullshard.checkpoint.weights.save import (
     FilePiece,
@@ -93,7 +93,7 @@ def stream_params(
     council = Council("stream parameters", "stream", "weights")
     chosen = None if names is None else sorted(names)
     receivers = [*range(council.world)] if ranks is None else sorted(set(ranks))
-    _, manifest = described(council, model, [str(dtype), bucket_nbytes, chosen, receivers])
+    found, manifest = described(council, model, [str(dtype), bucket_nbytes, chosen, receivers])
     plans: list[list[list[Planned]]] = []
 
     def plan() -> None:
@@ -112,7 +112,7 @@ def stream_params(
         plans.append(grouped(tensors, bucket_nbytes, lambda one: aligned(one.nbytes)))
 
     council.agree(plan)
-    return ParamStream(model, manifest, plans[0], receivers, council)
+    return ParamStream(model, manifest, found.tensors, plans[0], receivers, council)
 
 
 class ParamStream:
@@ -126,12 +126,13 @@ class ParamStream:
         self,
         model: nn.Module,
         manifest: Manifest,
+        own: Mapping[str, TensorEntry],
         buckets: Sequence[Sequence[Planned]],
         receivers: Sequence[int],
         council: Council,
     ) -> None:
         self._model = model
-        self._manifest = manifest
+        self._known, self._own = set(manifest.names()), own
         self._rank, self._world = council.rank, council.world
         self._receivers = receivers
         self._batches = [
@@ -162,13 +163,8 @@ class ParamStream:
         await_save()
         found = Collected(self._rank, self._world)
         found.add_model(self._model)
-        known = set(self._manifest.names())
-        apart = sorted(known - found.tensors.keys()) if self._world == 1 else []
-        apart += [
-            name
-            for name, entry in found.tensors.items()
-            if name not in known or entry != self._manifest.entry(name)
-        ]
+        apart = sorted(self._known - found.tensors.keys()) if self._world == 1 else []
+        apart += [name for name, entry in found.tensors.items() if entry != self._own.get(name)]
         if apart:
             raise ProtocolError(
                 f"{apart[0]} is not what it was when the stream was made: make a new one"
@@ -183,10 +179,11 @@ class ParamStream:
         version = _autograd.versions(watched)
         pairs = zip(self._parts, self._batches, strict=True)
         sizes = [[size_of(own, batch) for own in parts] for parts, batch in pairs]
-        delivery = Delivery(sizes, self._receivers, found.device)
         memory: Tensor | None = None
-        self._send(delivery, found, 0)
+        delivery: Delivery | None = None
         try:
+            delivery = Delivery(sizes, self._receivers, found.device)
+            self._send(delivery, found, 0)
             for number in range(len(self._batches)):
                 bucket, memory = self._received(delivery, number, memory), None
                 if _autograd.versions(watched) != version:
@@ -203,7 +200,8 @@ class ParamStream:
                         memory = bucket.end()
         finally:
             self._is_running = False
-            delivery.wait()  # a loop that was left has sent its next bucket
+            if delivery is not None:
+                delivery.wait()  # a loop that was left has sent its next bucket
 
     def _send(self, delivery: Delivery, found: Collected, number: int) -> None:
         """Begin to gather a bucket."""

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import re
 import sysconfig
 from collections import defaultdict
@@ -215,7 +216,7 @@ def _of_files(
 ) -> tuple[list[Document], tuple[str, ...]]:
     """Return the documents of files in ``root``, and the files that were left out."""
     folder = root.parent if root.is_file() else root
-    names = {path: path.relative_to(folder).as_posix() for path in sorted(files)}
+    names = {path: _name(path.relative_to(folder)) for path in sorted(files)}
     about = {p: "about the data" for p in names if root.is_dir() and _ABOUT.match(p.name)}
     records = {path: its for path in names if (its := _records(path)) is not None}
     tables = [path for path in names if _kind(path) in TABLES and path not in records]
@@ -260,6 +261,11 @@ def find(data: str | None) -> tuple[Path, list[Path]]:
             raise ConfigError(f"--data {data}: there is no such file or folder")
         files = [root] if root.is_file() else [p for p in root.rglob("*") if _is_visible(p, root)]
     return root, files
+
+
+def _name(path: Path) -> str:
+    """Return a path as text, with bytes escaped that are not UTF-8."""
+    return os.fsencode(path.as_posix()).decode(errors="backslashreplace")
 
 
 def _told(left_out: Mapping[str, str]) -> tuple[str, ...]:

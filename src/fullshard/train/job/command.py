@@ -72,12 +72,12 @@ def resolve(context: typer.Context) -> TrainConfig:
             nproc=default_nproc(), lr=default_lr(model, tuned="init" in asked, lora="lora" in asked)
         )
     if is_worker():
-        if asked.get("min_workers") is not None:
+        if asked.get("min_workers"):
             raise ConfigError(
                 "--min-workers is for workers that fullshard train starts; torchrun ends all of "
                 "them and starts them again, see its --max-restarts: leave --min-workers out"
             )
-        asked["nproc"] = _nproc_of_launcher(given)
+        asked |= {"nproc": _nproc_of_launcher(given), "min_workers": None}
     for key in _ZERO_IS_OFF:
         if asked.get(key) == 0:
             asked[key] = None
@@ -86,6 +86,8 @@ def resolve(context: typer.Context) -> TrainConfig:
     for key in ("data", "init", "export"):
         if key in asked:
             asked[key] = str(Path(asked[key]).absolute())
+    if Path(asked.get("hardware", "")).is_file():
+        asked["hardware"] = str(Path(asked["hardware"]).absolute())
     if asked.get("model", "").startswith(HF):
         asked["model"] = HF + str(Path(asked["model"].removeprefix(HF)).absolute())
     return dataclasses.replace(base, **asked, out=folder)

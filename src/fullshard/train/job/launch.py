@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from fullshard.train.config import TrainConfig
 from fullshard.train.job.prepare import prepare
 from fullshard.train.run import RunDir, handling, say
-from fullshard.train.world import LOOPBACK, STORE, TCP, check_gpus
+from fullshard.train.world import LAUNCHER, LOOPBACK, STORE, TCP, check_gpus
 
 _POLL_S = 0.1
 _GRACE_S = 30.0  # time that workers of a failed or interrupted job have to end by themselves
@@ -115,6 +115,7 @@ def _environment(nproc: int) -> dict[str, str]:
         **os.environ,
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
+        LAUNCHER: str(os.getpid()),
     }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import FullshardError
 from fullshard.optim import Muon
 from fullshard.plan import Plan, in_bytes, in_seconds, plan
 from fullshard.train.architecture import Architecture
@@ -60,14 +59,17 @@ def tell_plan(
     """
     path.unlink(missing_ok=True)
     if config.quantize is not None:
-        return  # quantising reads values of weights
+        if config.hardware is not None:
+            say("plan: none, since --quantize reads the values of weights")
+        return
     try:
         with showing_progress():
             found = plan_of(
                 config, architecture, num_workers=num_workers, hardware=config.hardware or "cpu"
             )
-    except (FullshardError, RuntimeError) as error:
-        say(f"plan: none, the model cannot be run dry ({str(error).splitlines()[0]})")
+    except Exception as error:
+        why = str(error).partition("\n")[0] or type(error).__name__
+        say(f"plan: none, the model cannot be run dry ({why})")
         return
     received = sum(one.received_nbytes for one in found.traffic)
     words = [f"{in_bytes(found.peak.nbytes)} of tensors at the peak"]

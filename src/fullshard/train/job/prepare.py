@@ -11,7 +11,7 @@ from typing import TextIO
 import numpy as np
 
 from fullshard.errors import ConfigError
-from fullshard.plan import in_bytes
+from fullshard.plan import hardware_of, in_bytes
 from fullshard.train.architecture import choose_architecture, count_parameters, load_text_for
 from fullshard.train.config import TrainConfig
 from fullshard.train.data import Packed, Rows, TokenizedText
@@ -105,23 +105,29 @@ def prepare(config: TrainConfig, *, num_workers: int) -> TextIO:
 _OF_THE_SCHEDULE = tuple(
     "epochs steps lr muon_lr lr_schedule warmup betas weight_decay clip".split()
 )
+_OF_THE_ROWS = ("seq", "seed", "pack")
 
 
 def _tell_changed(config: TrainConfig, run: RunDir) -> None:
-    """Print a note if a resumed run gets another schedule than before."""
+    """Print a note if a resumed run gets another schedule than before, or reads other rows."""
     if not config.resume or not run.config.exists():
         return
     earlier = TrainConfig.load(run.config)
-    changed = [
-        f"--{name.replace('_', '-')} was {_shown(earlier, name)} and is {_shown(config, name)} now"
-        for name in _OF_THE_SCHEDULE
-        if getattr(earlier, name) != getattr(config, name)
-    ]
-    if changed:
-        _note(
-            f"{', '.join(changed)}: the remaining steps follow the new schedule, those before "
-            "followed the old one"
-        )
+    for names, so in (
+        (
+            _OF_THE_SCHEDULE,
+            "the remaining steps follow the new schedule, those before followed the old one",
+        ),
+        (_OF_THE_ROWS, "the remaining steps may repeat or leave out rows of the text"),
+    ):
+        changed = [
+            f"--{name.replace('_', '-')} was {_shown(earlier, name)} and is "
+            f"{_shown(config, name)} now"
+            for name in names
+            if getattr(earlier, name) != getattr(config, name)
+        ]
+        if changed:
+            _note(f"{', '.join(changed)}: {so}")
 
 
 def _shown(config: TrainConfig, name: str) -> str:
@@ -174,6 +180,8 @@ def _check_extras(config: TrainConfig) -> None:
     if config.quantize is not None:
         imported("bitsandbytes", "--quantize", extra="qlora")
     check_tracker(config)
+    if config.hardware is not None:
+        hardware_of(config.hardware)
     if config.export is not None and Path(config.export).exists():
         raise ConfigError(f"--export {config.export}: is there already; give a new folder")
 

@@ -44,7 +44,7 @@ from fullshard.train.run import (
     weights_key,
 )
 from fullshard.train.showing import showing_progress
-from fullshard.train.world import World, join_world, speaks
+from fullshard.train.world import LAUNCHER, World, join_world, speaks
 
 Result = TypeVar("Result")
 Loaded = tuple[Architecture, TokenizedText]
@@ -109,11 +109,14 @@ def _live(config: TrainConfig, world: World, loaded: Loaded | None, life: fullsh
 
 
 def _going_on(config: TrainConfig, world: World) -> TrainConfig:
-    """Return ``config`` with ``resume`` set if torchrun restarted workers after a save."""
+    """Return ``config`` with ``resume`` set if torchrun restarted workers after a save.
+
+    Only a save on the disk counts, because ``prepare`` reads there what the run was.
+    """
     has_prepared = world.kept is not None and world.kept.check([_PREPARED])
-    began = bool(world.rows(world.is_first and has_prepared)[0].any())
-    resumes = config.resume or (began and bool(Saves(config).steps()))
-    return dataclasses.replace(config, resume=resumes)
+    has_saved = RunDir(Path(config.out)).newest_checkpoint() is not None
+    goes_on = world.rows(world.is_first and has_prepared and has_saved)[0].any()
+    return dataclasses.replace(config, resume=config.resume or bool(goes_on))
 
 
 def _prepare_first(config: TrainConfig, world: World) -> TextIO | None:
@@ -245,7 +248,8 @@ def work(config: TrainConfig, *, prepared: bool) -> NoReturn:
 def main() -> None:
     """Run as a worker of ``launch``; the only argument is the configuration file of the run."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C ends it silently
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     work(TrainConfig.load(Path(sys.argv[1])), prepared=True)
 
 

@@ -48,8 +48,12 @@ def stopping() -> Iterator[Stopping]:
 def handling(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Handle these signals by ``handler`` during the block."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Handle these signals by ``handler`` during the block, except those that are ignored.
+
+    ``nohup`` lets a command ignore SIGHUP, and shells let background jobs ignore SIGINT.
+    """
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:

@@ -38,7 +38,7 @@ def _library(to: LogTo) -> Any:
 
 
 class Tracker:
-    """A destination of figures, closed at the end of the run; a failed ``log`` does not end it.
+    """A destination of figures, closed at the end of the run; its failure does not end the run.
 
     Args:
         log: logs the figures of one step.
@@ -58,19 +58,26 @@ class Tracker:
         try:
             self._log(step, dict(values))
         except Exception as error:
-            self._has_failed = True
-            print(
-                f"fullshard: note: the tracker failed at step {step} ({error}); the run continues "
-                "without it, and metrics.jsonl has all figures",
-                file=sys.stderr,
-            )
+            self._give_up(f"at step {step}", error)
+
+    def _give_up(self, where: str, error: Exception) -> None:
+        self._has_failed = True
+        print(
+            f"fullshard: note: the tracker failed {where} ({error}); the run continues "
+            "without it, and metrics.jsonl has all figures",
+            file=sys.stderr,
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if not self._has_failed:
+        if self._has_failed:
+            return
+        try:
             self._close(kind is not None)
+        except Exception as error:
+            self._give_up("at the end", error)
 
 
 def _tensorboard(config: TrainConfig, first: int) -> Tracker:
