@@ -7,6 +7,7 @@ import html
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import MixedPrecisionPolicy
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
-from fullshard.plan import CPU, PRESETS, Hardware, Host, Link, Plan, hardware_of, plan
+from fullshard.plan import CPU, PRESETS, Hardware, Host, Link, Plan, hardware_of, plan, planning
+from fullshard.plan.dry_run import Job
+from fullshard.plan.flops import flops_of
 from fullshard.plan.found import activations
 from fullshard.plan.ledger import Moment
 from fullshard.plan.text import in_bytes, in_seconds, table
@@ -159,6 +162,7 @@ def test_what_does_not_fit_on_the_host_does_not_fit() -> None:
     found = of_layers(hardware=dataclasses.replace(BESIDE, host=host), **AWAY)
     assert not found.fits
     assert found.excess_nbytes == found.host_nbytes - 1000
+    assert f"DOES NOT FIT, by {in_bytes(found.excess_nbytes)}" in str(found)
     assert "host     " in str(found) and found.as_json()["host_nbytes"] == found.host_nbytes
 
 
@@ -184,6 +188,19 @@ def test_a_search_offloads_only_what_would_not_fit() -> None:
         assert not fixed.fits and "offloaded" not in str(fixed)
         assert fixed.peak_nbytes == min(one.peak_nbytes for one in fixed.tried)
         assert "nothing fits: the least is" in str(fixed)
+
+
+def test_a_search_goes_on_where_offload_cannot_be_planned() -> None:
+    def plan_without_offload(job: Job) -> Plan:
+        if "CPUOffloadPolicy(" in repr(job.shard):
+            raise UnsupportedError("plan: no offload")
+        return make(job)
+
+    make = planning._plan
+    least = of_layers(hardware=BESIDE).peak_nbytes
+    with mock.patch.object(planning, "_plan", plan_without_offload):
+        found = searched(least * 7 // 10)
+    assert not found.fits and "nothing fits: the least is" in str(found)
 
 
 def test_a_search_makes_units_of_several_blocks_where_wires_are_late() -> None:
@@ -220,6 +237,22 @@ def test_attention_makes_no_scores_and_counts_half_if_causal() -> None:
         assert found.peak.held["activations"] < 4 * scores
         products = 3 * 2 * 2 * 256 * 32 * 96
         assert found.flops == pytest.approx(products + 3.5 * 2 * scores * 16 / 2, rel=0.35)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_with_values_of_another_size_counts_half_if_causal(is_causal: bool) -> None:
+    q, k = (torch.empty(2, 4, 256, 8, device="meta") for _ in range(2))
+    v = torch.empty(2, 4, 256, 16, device="meta")
+    aten = torch.ops.aten
+    forward = aten._scaled_dot_product_efficient_attention.default
+    out = forward(q, k, v, None, True, 0.0, is_causal)
+    scores = 2 * 4 * 256 * 256
+    expected = 2 * scores * (8 + 16) / (2 if is_causal else 1)
+    assert flops_of(forward, (q, k, v, None, True, 0.0, is_causal), {}, out) == expected
+    assert flops_of(forward, (q, k, v, None, True), {"is_causal": is_causal}, out) == expected
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    given = (out[0], q, k, v, None, out[0], *out[1:], 0.0, [True, True, True, False], is_causal)
+    assert flops_of(backward, given, {}, None) == 2.5 * expected
 
 
 class Recomputes(Layers):

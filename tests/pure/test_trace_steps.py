@@ -93,6 +93,19 @@ def test_a_guess_misses_if_its_unit_is_resharded_before_it_came() -> None:
     ]
 
 
+def test_sums_leave_out_evaluations() -> None:
+    history = History(5, 2, NO_CLOCK)
+    step = segment(heard(when.ForwardEnter(0)), acted(Op.UNSHARD, 1, 0.0, 0.0))
+    step.entries.extend(acted(Op.WAIT, 1, 0.0, 1.0))
+    missed = segment(step.entries, acted(Op.RESHARD, 1, 0.0, 0.0))
+    for one in (step, step, missed._replace(kind=Kinds.EVALUATION), step):
+        history.add(one)
+    history.end()
+    assert history.spent[Kinds.EVALUATION].count == 1
+    assert (history.units[1].gathers, history.units[1].gather.total_s) == (2, 2.0)
+    assert not history.missed
+
+
 def test_times_of_lanes_count_where_they_are_known() -> None:
     history = History(5, 1, Clock(100.0, Reading(7.0)))
     history.add(segment(acted(Op.WAIT, 0, 0.0, 0.001, Reading(8.0), Reading(8.5))))

@@ -14,8 +14,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import typer
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -27,6 +29,7 @@ from fullshard.train.config import Dtype, TrainConfig
 from fullshard.train.data.text import load_text
 from fullshard.train.job import launch, worker
 from fullshard.train.job.command import _kinds
+from fullshard.train.run import Saves, handling
 from fullshard.train.run.folder import Origin, RunDir, describe, locked, read_origin
 
 
@@ -154,6 +157,10 @@ def test_a_run_that_goes_on_by_another_schedule_says_so(
         "steps follow the new schedule, those before followed the old one\n"
     )
     assert (started[-1].steps, started[-1].adam_betas) == (12, (0.9, 0.99))
+    assert main(["train", "--resume", "--seq", "8", "--seed", "5"]) == 0
+    assert "--seq was 16 and is 8 now, --seed was 0 and is 5 now: the remaining steps may" in (
+        capfd.readouterr().err
+    )
 
 
 OFF = ("keep", "patience", "memory_every", "min_workers")
@@ -444,6 +451,39 @@ def test_a_clock_that_is_set_back_does_not_change_who_failed_first(
         worker._record(ValueError(name), is_refusal=False)
         times.append(json.loads((tmp_path / name).read_text())["message"]["extraInfo"]["time_ns"])
     assert times == sorted(times)
+
+
+def test_signals_that_are_ignored_stay_ignored() -> None:
+    """``nohup`` ignores SIGHUP for its command, which then goes on when the terminal closes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    got: list[int] = []
+    try:
+        with handling((signal.SIGHUP, signal.SIGUSR1), lambda number, _: got.append(number)):
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert got == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+class Store:
+    """A store of torchrun in which workers of an earlier start have noted that they prepared."""
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("where", ["nowhere", "memory", "disk"])
+def test_workers_that_torchrun_restarts_resume_from_the_disk(
+    where: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrainConfig(out=str(elsewhere / "run"), memory_every=1)
+    if where == "disk":
+        a_checkpoint(RunDir(elsewhere / "run"), config, "key", 4)
+    monkeypatch.setattr(Saves, "steps", lambda self: [7] if where == "memory" else [])
+    world = mock.Mock(is_first=True, kept=Store(), rows=lambda value: torch.tensor([[value]]))
+    assert worker._going_on(config, world).resume == (where == "disk")
 
 
 def test_a_killed_worker_explains_the_others(

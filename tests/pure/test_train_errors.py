@@ -68,6 +68,7 @@ OPTIONS = [
     ("--optimizer muon --muon-lr 0", "--muon-lr is 0.0, it must be greater than 0"),
     ("--optimizer muon --init a_file --lora 4", "AdamW trains adapters"),
     ("--dtype fp8", "'fp8' is not one of"),
+    ("--hardware h1000", "hardware 'h1000': expected one of"),
     ("--weight-decay -1", "--weight-decay is -1, it must be at least 0"),
     ("--weight-decay inf", "--weight-decay is inf, it must be at least 0"),
     ("--clip 0", "--clip is 0, it must be greater than 0"),
@@ -288,6 +289,23 @@ def test_under_torchrun_the_first_worker_alone_says_what_does_not_fit(
         assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("options", ["", "--min-workers 0"])
+def test_torchrun_resumes_a_run_of_workers_that_could_be_fewer(
+    options: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(folder / "run")
+    run.path.mkdir()
+    replace(TrainConfig(), min_workers=1).save(run.config)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    started: list[TrainConfig] = []
+    monkeypatch.setattr(command, "work", lambda config, prepared: started.append(config))
+    monkeypatch.setattr(command, "check_launched", lambda: None)
+    monkeypatch.setattr(command, "launch", lambda config: 0)
+    assert main(["train", "--out", str(run.path), "--resume", *options.split()]) == 0
+    assert started[0].min_workers is None and started[0].resume
+
+
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
@@ -311,7 +329,7 @@ def test_a_worker_without_local_rank_takes_the_only_gpu(
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     if gpus > 1:
-        message = "RANK is set, but LOCAL_RANK is not, and this machine has 8 GPUs: set LOCAL_RANK"
+        message = "RANK is set, but LOCAL_RANK is not, and this machine has 8 GPUs. Start the workers"
         assert_refused(folder, "", message, capfd)
         return
     began = []

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -101,6 +102,15 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     told = capsys.readouterr().err
     assert told.count("the tracker failed at step 1 (no route to host)") == 1
     assert [one for one in spy.said if one[0] != "init"] == []
+
+
+@pytest.mark.parametrize("spy", ["mlflow"], indirect=True)
+def test_a_tracker_that_cannot_be_closed_does_not_end_the_run(
+    spy: Spy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(spy, "end_run", mock.Mock(side_effect=OSError("no route to host")))
+    follow(config_of(tmp_path / "mine", LogTo.MLFLOW))
+    assert "the tracker failed at the end (no route to host)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("spy", ["wandb"], indirect=True)

@@ -19,7 +19,7 @@ from torch import nn
 from fullshard import checkpoint
 from fullshard.checkpoint.format.manifest import MANIFEST, digest_of
 from fullshard.cli import main
-from fullshard.errors import CheckpointError, ConfigError, FullshardError
+from fullshard.errors import CheckpointError, ConfigError, FullshardError, StorageError
 from tests.kit.checkpoint_files import alone, built, everything, same
 from tests.ranks import object_kills
 from tests.ranks.models import noise
@@ -225,7 +225,7 @@ def test_a_request_that_fails_fails_the_save_on_all_ranks(
     said = pool.run(2, saves_with_trouble, tmp_path / "run", rank, kind, number)
     assert said[0] == said[1]
     text, *left = said[0]
-    assert text.startswith(f"CheckpointError: save to {url_of(tmp_path / 'run')}/step-2: rank")
+    assert text.startswith(f"StorageError: save to {url_of(tmp_path / 'run')}/step-2: rank")
     assert f"emulated://{tmp_path}" in text and "the wire was cut" in text
     assert "check the network" in text
     is_unknown = (kind, number) == ("put", 2)  # the store may still complete the manifest's upload
@@ -242,6 +242,40 @@ def test_a_manifest_whose_answer_is_lost_is_a_checkpoint(tmp_path: Path) -> None
     with trouble(loses_the_answer):
         checkpoint.save(url, *alone(1), step=1)
     checkpoint.verify(url)
+
+
+def test_an_interrupt_after_the_manifest_leaves_the_checkpoint_whole(tmp_path: Path) -> None:
+    url = url_of(tmp_path / "one")
+
+    def is_interrupted(kind: str, path: str) -> None:
+        if kind == "put answered" and path.endswith(MANIFEST):
+            raise KeyboardInterrupt
+
+    with trouble(is_interrupted), pytest.raises(KeyboardInterrupt):
+        checkpoint.save(url, *alone(1), step=1)
+    checkpoint.verify(url)
+
+
+def test_an_intact_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
+    """A store that fails gives no older checkpoint; one that lacks an object does."""
+    root = url_of(tmp_path / "run")
+    checkpointer = checkpoint.Checkpointer(root)
+    for step in (1, 2):
+        checkpointer.save(*alone(step), step=step)
+
+    def cuts(kind: str, path: str) -> None:
+        if kind == "get" and "/rank-" in path:
+            raise ConnectionError("the wire was cut")
+
+    with trouble(cuts), pytest.raises(StorageError, match="the wire was cut"):
+        checkpointer.load(*alone())
+    found = checkpointer.load(*alone())
+    assert found is not None and found.step == 2
+    newest = max(path.parent for path in (tmp_path / "run").rglob("rank-*"))
+    (file,) = newest.glob("rank-*")
+    file.unlink()
+    found = checkpointer.load(*alone())
+    assert found is not None and found.step == 1
 
 
 def test_what_keeps_ranks_from_the_store_is_explained(tmp_path: Path) -> None:

@@ -11,6 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import fullshard
 from fullshard import checkpoint, fully_shard, stream_params, unshard_params
@@ -69,6 +75,21 @@ def from_every_layout(way: str) -> None:
                 sizes.setdefault(one.bucket, []).append(nbytes)
             assert all(sum(own) <= size or len(own) == 1 for own in sizes.values())
             assert len(stream) == len(sizes)
+
+
+def cut_unevenly() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 6))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"], layout=fullshard.Ragged())
+    same(streamed(stream_params(model, bucket_nbytes=1 << 20)), whole(model))
+
+
+def test_ranks_may_cut_a_tensor_at_different_places(pool: RankPool) -> None:
+    """Tensor-parallel ranks hold 4 and 3 of 7 rows, which ragged shards cut further."""
+    pool.run(4, cut_unevenly)
 
 
 @pytest.mark.parametrize("way", list(WAYS))

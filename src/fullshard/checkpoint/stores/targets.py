@@ -109,7 +109,7 @@ def _on_first_rank() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"rank 0: {error}") from error
+        raise type(error)(f"rank 0: {error}") from error
 
 
 class ObjectTarget:
@@ -179,7 +179,7 @@ class ObjectTarget:
             own.write(manifest)
         except CheckpointError as error:
             if own.read_if_there() != manifest:
-                raise CheckpointError(
+                raise type(error)(
                     f"{error}. The data files are left in the store, where the next save removes "
                     "them, as the manifest may still appear"
                 ) from error
