@@ -329,7 +329,9 @@ def test_a_worker_without_local_rank_takes_the_only_gpu(
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     if gpus > 1:
-        message = "RANK is set, but LOCAL_RANK is not, and this machine has 8 GPUs. Start the workers"
+        message = (
+            "RANK is set, but LOCAL_RANK is not, and this machine has 8 GPUs. Start the workers"
+        )
         assert_refused(folder, "", message, capfd)
         return
     began = []

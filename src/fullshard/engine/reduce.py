@@ -132,9 +132,9 @@ class Gradients:
         resolve_presence([self], self._lanes)  # this reduction may write to the same memory
         reduced = self._sets.choose(indices)
         has_pending, prior = self._waiting.pending is not None, self._waiting.prior
+        buffer = reduced.input(self._wire_dtype(has_pending=has_pending), self.params[0].device)
+        buffer.allocate()  # if memory runs out, pending gradients stay as they are
         grads = self._take(indices)
-        dtype = self._wire_dtype(grads, has_pending=has_pending)
-        buffer = reduced.input(dtype, self.params[0].device)
         source = buffer.fill(grads)
         # Frozen parameters without earlier gradients count as present: their flags are not read.
         present = [
@@ -145,9 +145,13 @@ class Gradients:
         self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         del grads  # their memory may be reused for the allocations below
         self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
-        with self._lanes.on(Lane.REDUCE):
-            shown, row = self._result_for(buffer.row, source.device)
-            pending = self._comm.reduce_scatter_mean(row, source)
+        try:
+            with self._lanes.on(Lane.REDUCE):
+                shown, row = self._result_for(buffer.row, source.device)
+                pending = self._comm.reduce_scatter_mean(row, source)
+        except BaseException:
+            self._leave(buffer)
+            raise
         self._in_flight = _Reduction(pending, reduced, row, buffer, present, shown, prior)
         self._waiting.prior = frozenset()
 
@@ -165,7 +169,7 @@ class Gradients:
             return tuple(range(len(self.params)))
         return indices
 
-    def _wire_dtype(self, grads: Sequence[Tensor | None], *, has_pending: bool) -> torch.dtype:
+    def _wire_dtype(self, *, has_pending: bool) -> torch.dtype:
         """Return the dtype in which gradients travel; the same on all ranks.
 
         If the wire adds in a wide dtype, whatever travels, a gradient computed in a narrow dtype
@@ -174,7 +178,8 @@ class Gradients:
         dtypes = self._dtypes
         if self._spec.reducing.world > 1:
             return dtypes.sent(pending=has_pending)
-        came = {grad.dtype for grad in grads if grad is not None}  # no other rank to agree with
+        # There is no other rank to agree with.
+        came = {grad.dtype for param in self.params if (grad := param.grad) is not None}
         return dtypes.wire if not has_pending and came <= {dtypes.wire} else dtypes.reduced
 
     def _result_for(self, numel: int, device: torch.device) -> tuple[GradShard | None, Tensor]:
@@ -273,7 +278,7 @@ class Gradients:
                 else:
                     self._unresolved = Unresolved(shown, reduction.prior)
         except BaseException:
-            self._leave(reduction)
+            self._leave(reduction.source)
             raise
         self._end(reduction)
 
@@ -304,11 +309,11 @@ class Gradients:
             reduction.source.free()
             reduction.source = None
 
-    def _leave(self, reduction: _Reduction) -> None:
+    def _leave(self, source: ReduceInput | None) -> None:
         """Forget a reduction that failed, and all memory that the backend may still use for it."""
         self._in_flight = None
-        if reduction.source is not None:
-            reduction.source.leave()
+        if source is not None:
+            source.leave()
         self._sets = ReducedSets(self._spec, self._meter)
 
     def accumulate(self) -> None:
@@ -334,7 +339,7 @@ class Gradients:
         """Forget a reduction that will never end, because of a fault on another rank."""
         self._unresolved = None
         if self._in_flight is not None:
-            self._leave(self._in_flight)
+            self._leave(self._in_flight.source)
 
     def _take(self, indices: Iterable[int]) -> list[Tensor | None]:
         """Take off all gradients, add the pending ones, and return the gradients of ``indices``.

@@ -138,6 +138,10 @@ class ReduceInput:
             self._all_targets = list(chain.from_iterable(self._targets))
             self._buffer.free()
 
+    def allocate(self) -> None:
+        """Allocate the memory, unless it is allocated."""
+        self._buffer.allocate()
+
     def fill(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Copy unsharded ``grads`` of any dtypes, None as zeros; return the buffer's tensor."""
         self._buffer.allocate()

@@ -1,4 +1,4 @@
-"""A gather that fails when it begins, on all ranks alike: the error is told, and can be retried."""
+"""Memory runs out when a collective begins, on all ranks alike: programs may try again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fullshard
+from fullshard.engine.reduce_input import ReduceInput
 from fullshard.engine.unshard import FlatGather
 from tests.ranks.autograd import DIM, Tower, check_rest, engine_of, loss_of
 from tests.ranks.models import fill, noise
@@ -90,3 +91,28 @@ def goes_on() -> None:
 
 def test_a_forward_follows_one_whose_gather_failed(pool: RankPool) -> None:
     pool.run(2, goes_on)
+
+
+def retries_the_last_part() -> None:
+    """The gradients of the parts before stay, and those of the failed try are dropped."""
+    model, _ = sharded()
+    want = fill(Tower().to(torch.float64))
+    model.set_requires_gradient_sync(False)
+    for one in (model, want):
+        loss_of(one(noise(2, DIM, seed=0))).backward()
+    model.set_requires_gradient_sync(True)
+    no_room = mock.Mock(side_effect=MemoryError("no room for a reduction"))
+    with (
+        mock.patch.object(ReduceInput, "allocate", no_room),
+        pytest.raises(MemoryError, match="no room"),
+    ):
+        loss_of(model(noise(2, DIM, seed=1))).backward()
+    for one in (model, want):
+        loss_of(one(noise(2, DIM, seed=1))).backward()
+    for (name, param), expected in zip(model.named_parameters(), want.parameters(), strict=True):
+        assert torch.allclose(param.grad.full_tensor(), expected.grad), name
+    check_rest(model)
+
+
+def test_pending_gradients_outlive_a_reduction_that_failed(pool: RankPool) -> None:
+    pool.run(2, retries_the_last_part)
