@@ -65,7 +65,7 @@ class Engine:
         self.observer: Observer | None = None
         self.recorder: Recorder | None = None
         self.post_optim_event: Any = None  # if set, the next fence waits for it, not for compute
-        self.is_dry = self.is_resetting = False
+        self.is_dry = self.will_read = False
         self.steps = StepLog(self.shares_params, self.weights_changed, self._drop_step)
         self.backward = Backward(self.trigger, self._is_in_forward_elsewhere)
         self._lanes: Lanes | None = None
@@ -217,7 +217,7 @@ class Engine:
             self._hear(trigger)
 
     def _hear(self, trigger: Trigger) -> None:
-        self.is_resetting = type(trigger) is when.Reset
+        self.will_read = type(trigger) in _READS
         if self._lanes is not None:
             self._lanes.track_stream()
         if type(trigger) is when.TaskDied:
@@ -533,8 +533,8 @@ def _unshard(engine: Engine, unit: Unit, *, is_retry: bool = False) -> None:
 def _wait(engine: Engine, unit: Unit) -> None:
     """Make the unsharded parameters usable and show them in the modules."""
     if not all(bucket.is_gathered for bucket in unit.buckets):  # starting their gathers has failed
-        if engine.is_resetting:
-            return
+        if not engine.will_read:
+            return  # they are freed next; other ranks may not gather now
         engine.steps.run(partial(_unshard, is_retry=True), engine, unit)
     for bucket in unit.buckets:
         bucket.materialized.finish()
@@ -594,4 +594,5 @@ _ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
 """The function that carries out each action."""
 
 
+_READS = frozenset({when.ForwardEnter, when.BackwardEnter, when.UserUnshard, when.UserWait})
 _ENDS = frozenset({when.TaskEnd, when.TaskDied, when.Reset})
