@@ -257,7 +257,7 @@ def test_an_interrupt_after_the_manifest_leaves_the_checkpoint_whole(tmp_path: P
 
 
 def test_an_intact_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
-    """A store that fails gives no older checkpoint; one that lacks an object does."""
+    """If the store fails, no older checkpoint is loaded. If an object is missing, one is."""
     root = url_of(tmp_path / "run")
     checkpointer = checkpoint.Checkpointer(root)
     for step in (1, 2):

@@ -94,7 +94,7 @@ def test_a_forward_follows_one_whose_gather_failed(pool: RankPool) -> None:
 
 
 def retries_the_last_part() -> None:
-    """The gradients of the parts before stay, and those of the failed try are dropped."""
+    """Gradients of earlier microbatches stay; those of the failed try are dropped."""
     model, _ = sharded()
     want = fill(Tower().to(torch.float64))
     model.set_requires_gradient_sync(False)

@@ -325,9 +325,7 @@ def never_come() -> str:
 
 def test_a_rank_that_never_meets_is_named(pool: RankPool) -> None:
     first, _ = pool.run(2, never_come)
-    assert first == (
-        "rank 1 did not connect to ranks 0, 1 within the 2 s that their process group waits"
-    )
+    assert first == ("rank 1 did not connect to ranks 0, 1 within the 2 s that this rank waits")
 
 
 def gathered_after(fault: str) -> str:

@@ -161,6 +161,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: no checkpoint is intact.
+            StorageError: an object store did not answer; no older checkpoint was loaded.
             ConfigError, FailedRankError, LostRankError, ProtocolError: as ``load`` does.
         """
         return load_newest([self], model, optimizer, strict=strict)
@@ -230,7 +231,7 @@ def load_newest(
             load_there = partial(load, optimizer=optimizer)
             return _load_lent(council, machines, path, its.digest, load_there)
         except StorageError:
-            raise  # an older checkpoint would be no help, and would lose steps
+            raise  # the checkpoint may be intact; an older one would lose steps
         except CheckpointError as error:
             log.warning("%s", error)
             failure = error

@@ -175,7 +175,7 @@ class InFlight:
 
 
 def _told(failure: Exception | None) -> str:
-    """Return words for a failure; empty only if there is none."""
+    """Return the text of a failure, or "" without one."""
     return "" if failure is None else str(failure) or type(failure).__name__
 
 

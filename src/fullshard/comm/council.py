@@ -38,7 +38,13 @@ from fullshard.comm.own_store import own_store
 from fullshard.comm.protocol import Done
 from fullshard.comm.store_round import Look, Missing, StoreRound
 from fullshard.comm.text import named_ranks
-from fullshard.errors import CheckpointError, FailedRankError, FullshardError, LostRankError
+from fullshard.errors import (
+    CheckpointError,
+    FailedRankError,
+    FullshardError,
+    LostRankError,
+    StorageError,
+)
 
 
 class Council:
@@ -246,6 +252,8 @@ def _of_all(failed: Mapping[tuple[str, str], list[int]]) -> dict[str, Any]:
     """Join the errors of some ranks into the one error that all ranks raise."""
     texts = [f"{named_ranks(ranks)}: {text}" for (text, _), ranks in failed.items()]
     kinds = {kind for _, kind in failed}
+    if kinds == {CheckpointError.__name__, StorageError.__name__}:
+        kinds = {StorageError.__name__}
     kind = kinds.pop() if len(kinds) == 1 else FailedRankError.__name__
     more = f"; and {len(texts) - 8} other errors" if len(texts) > 8 else ""
     return {"error": "; ".join(texts[:8]) + more, "kind": kind}

@@ -102,6 +102,6 @@ class Delivery:
 
     def wait(self) -> list[Tensor]:
         """Wait for the end; return the messages in rank order, none if this rank gets none."""
-        while self._works:  # after an error, those that follow are still under way
+        while self._works:  # if one raises, a later call waits for the rest
             self._works.pop(0).wait()
         return self._messages if self._takes else []

@@ -123,8 +123,9 @@ class _Exchange:
         self._store = own_store()
         self._era = era
         self._timeout_s = _collectives.timeout_of(group, "cpu").total_seconds()
-        # The others wait for the first rank, which waits for all of them before: twice as long.
-        self._until_s = time.monotonic() + self._timeout_s * (2 if self.rank else 1)
+        if self.rank:  # the first rank waits for all ranks before the others read its text
+            self._timeout_s *= 2
+        self._until_s = time.monotonic() + self._timeout_s
         self._liveness = Liveness(self._store)
         self._next_look_s = 0.0
         self._number = 0
@@ -167,7 +168,7 @@ class _Exchange:
             late = named_ranks(ranks)
             raise LostRankError(
                 f"{late} did not connect to {named_ranks(self._ranks)} within the "
-                f"{self._timeout_s:.0f} s that their process group waits"
+                f"{self._timeout_s:.0f} s that this rank waits"
             )
         return ()
 

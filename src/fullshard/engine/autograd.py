@@ -230,7 +230,7 @@ class _EndOfTask:
 
 
 class _PassedBy:
-    """A hook of a returned input: the end of the task that meets it reduces waiting gradients."""
+    """A hook on an input that a unit returns: backward, once here, watches for the task's end."""
 
     def __init__(self, backward: Backward) -> None:
         self._backward = weakref.ref(backward)
@@ -241,7 +241,7 @@ class _PassedBy:
             backward.task()
 
     def is_of(self, backward: Backward) -> bool:
-        """Return whether ``backward`` gets the news."""
+        """Return whether the hook reports to ``backward``."""
         return self._backward() is backward
 
 

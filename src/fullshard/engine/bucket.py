@@ -156,7 +156,7 @@ class Bucket:
 
     @property
     def is_gathered(self) -> bool:
-        """True if the last gather was started, or has ended, and its result was not freed."""
+        """True from the start of a gather until its memory is freed."""
         return self.is_materialized and self.materialized.is_gathered
 
     def materialize(self, lanes: Lanes, meter: StorageMeter) -> Unsharded:

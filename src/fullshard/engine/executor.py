@@ -73,8 +73,7 @@ class Engine:
         self._unread: list[Gradients] = []  # presence flags to be read once backward has ended
         self.retained = Retained(self.scheduler)
         for key, unit in enumerate(units):
-            unit.key = key
-            unit.engine = self
+            unit.key, unit.engine = key, self
         self.scheduler.add(*map(Unit.state, units, policies))
         watch.begin()
 
@@ -214,7 +213,9 @@ class Engine:
         with unchecked(self.backward.lock):
             if self.backward.dead and type(trigger) is not when.TaskDied:
                 self.backward.report_dead()
+            before = self.will_read
             self._hear(trigger)
+            self.will_read = before  # a hook may have triggered this in the middle of another
 
     def _hear(self, trigger: Trigger) -> None:
         self.will_read = type(trigger) in _READS
@@ -517,7 +518,7 @@ class Engine:
 
 
 def _unshard(engine: Engine, unit: Unit, *, is_retry: bool = False) -> None:
-    """Start the all-gathers, all or those that failed; make unsharded sides that are missing."""
+    """Start all gathers, or with ``is_retry`` those that failed; make missing unsharded sides."""
     for bucket in unit.buckets:
         if not bucket.is_materialized:
             fresh = bucket.materialize(engine.lanes, engine.meter)
@@ -532,13 +533,14 @@ def _unshard(engine: Engine, unit: Unit, *, is_retry: bool = False) -> None:
 
 def _wait(engine: Engine, unit: Unit) -> None:
     """Make the unsharded parameters usable and show them in the modules."""
-    if not all(bucket.is_gathered for bucket in unit.buckets):  # starting their gathers has failed
-        if not engine.will_read:
-            return  # they are freed next; other ranks may not gather now
+    gathered = [bucket for bucket in unit.buckets if bucket.is_gathered]
+    if len(gathered) < len(unit.buckets) and engine.will_read:  # starting some has failed
         engine.steps.run(partial(_unshard, is_retry=True), engine, unit)
-    for bucket in unit.buckets:
+        gathered = list(unit.buckets)
+    for bucket in gathered:
         bucket.materialized.finish()
-    unit.registration.show_unsharded(unit.buckets)
+    if len(gathered) == len(unit.buckets):  # else all are freed next; others may not gather now
+        unit.registration.show_unsharded(unit.buckets)
 
 
 def _conceal(_: Engine, unit: Unit) -> None:

@@ -126,7 +126,7 @@ class Gradients:
         """Start to reduce present and pending gradients, if any parameter can have one."""
         indices = self._indices()
         if not indices:
-            self.discard()  # of a forward in which parameters were not frozen yet
+            self.discard()  # gradients of parameters frozen since the forward
             self._waiting.pending = None
             return
         resolve_presence([self], self._lanes)  # this reduction may write to the same memory
@@ -344,9 +344,9 @@ class Gradients:
     def _take(self, indices: Iterable[int]) -> list[Tensor | None]:
         """Take off all gradients, add the pending ones, and return the gradients of ``indices``.
 
-        No other parameter has a gradient. If the model computes on several streams, a gradient may
-        come from any of them. All streams must wait for each other before gradients are read, and
-        again before their memory returns to one stream.
+        Gradients of parameters that are frozen now are dropped. If the model computes on several
+        streams, a gradient may come from any of them. All streams must wait for each other before
+        gradients are read, and again before their memory returns to one stream.
         """
         self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         trained = _autograd.requires_grad(self._bucket.sharded_params)  # now, not in the forward

@@ -144,7 +144,7 @@ class Unsharded:
         except BaseException:
             self.free()
             raise
-        self._is_filled = True
+        self._is_filled, self.is_gathered = True, False
 
     @property
     def borrows(self) -> bool:
@@ -158,6 +158,7 @@ class Unsharded:
     def start(self) -> None:
         """Start the all-gather; if memory is still allocated, write the new values to it."""
         is_filled, self._is_filled = self._is_filled, False
+        self.is_gathered = False  # until it has been started: it may fail
         source = self._source()
         if source is not None and not is_filled:
             with self._lanes.on(Lane.GATHER):

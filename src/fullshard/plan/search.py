@@ -93,7 +93,7 @@ class Search:
             away = replace(self.best, offload_policy=CPUOffloadPolicy())
             plan = self._look_if_possible(away)
             wants_it = self.target_s is not None or not here.fits
-            # Recomputation slows down.
+            # Recomputation costs time, so offload may be faster.
             if plan is not None and (wants_it or plan.step_s < here.step_s):
                 found.append(self._recomputing(away))
         self.best = min(found, key=self._rank)

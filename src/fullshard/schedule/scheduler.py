@@ -336,7 +336,7 @@ class Scheduler:
         for state in map(self._units.__getitem__, dict.fromkeys((*event.leftovers, *due))):
             out.extend(one.do.discard for one in (state, *state.carries))
         if self._tasks:
-            others = self._tasks.values()
+            others = self._tasks.values()  # else nothing would free what the dead task was in
             for key in sorted({*task.open_uses.values(), *task.recomputed}):
                 if not any(one.is_inside(key) for one in others):
                     self._leave_unit(self._units[key], out)

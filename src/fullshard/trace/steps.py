@@ -138,7 +138,7 @@ class KeptSegment(NamedTuple):
 
 @dataclass(slots=True)
 class UnitSums:
-    """Sums over all steps of one unit, without evaluations."""
+    """Sums over all steps of one unit, outside of evaluations."""
 
     gathers: int = 0
     """The number of its gathers."""
@@ -153,7 +153,7 @@ class History:
 
     Attributes:
         units: sums of each unit.
-        missed: number of times that each guess was wrong, without evaluations.
+        missed: number of times that each guess was wrong outside of evaluations.
         spent: durations by kind of segment.
         first_s: seconds of the first step, which the sums leave out if there are others; it
             allocates memory, and code may be compiled in it.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fullshard.checkpoint.format.manifest import FileInfo, FilePart, digest_of
 from fullshard.checkpoint.format.places import ObjectUrl, Place, new_file
-from fullshard.errors import CheckpointError, ProtocolError, UnsupportedError
+from fullshard.errors import CheckpointError, ProtocolError, StorageError, UnsupportedError
 
 Divided = TypeVar("Divided")
 
@@ -430,6 +430,8 @@ class DataFile:
                     self.read(name, start, torch.empty(size, dtype=torch.uint8))
                     if read is not None:
                         read(size)
+            except StorageError:
+                raise
             except CheckpointError as error:
                 yield str(error)
 

@@ -226,6 +226,8 @@ def faults(path: AnyPlace) -> Iterator[str]:
     path = place_of(path)
     try:
         manifest = read_manifest(path)
+    except StorageError:
+        raise
     except CheckpointError as error:
         yield str(error)
         return
@@ -275,7 +277,10 @@ def look(path: Place, *, first: int, every: int) -> Looked:
         return Looked("", 0, [], [], str(error))
     intact, damaged, problem = [], [], ""
     for info in manifest.files[first::every]:
-        wrong = next(_wrong(path, info, manifest), "")
+        try:
+            wrong = next(_wrong(path, info, manifest), "")
+        except StorageError as error:
+            wrong = str(error)
         problem = problem or wrong
         if not wrong:
             intact.append(info.rank)
@@ -290,6 +295,8 @@ def _wrong(
     """Yield what is wrong with a data file; call ``read`` with the bytes of each piece."""
     try:
         file = DataFile(in_folder(path)(info), info)
+    except StorageError:
+        raise
     except CheckpointError as error:
         yield str(error)
         return

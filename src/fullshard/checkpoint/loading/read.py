@@ -36,7 +36,7 @@ _TOLERATED = 1.05
 
 _EXCHANGED_NBYTES = 64 << 20  # at once, in the memory of each rank
 _CHUNK_NBYTES = 4 << 20  # a multiple of the blocks
-_MOST_OPEN = 128  # data files at a time; processes often may open 1,024
+_MOST_OPEN = 128  # data files at a time; the usual limit of a process is 1,024
 _LARGEST = 4  # share of a rank, in shares of a rank if all had the same
 
 

@@ -325,7 +325,7 @@ def _check_singles(council: Council, keys: Sequence[str]) -> None:
     if problems:
         raise ConfigError(
             f"the optimizers of ranks differ: {listed(problems, between='; ')}. All ranks must "
-            "take the same steps; to make them equal, load a state dict on all ranks"
+            "take the same steps; to make the optimizers equal, load one state dict on all ranks"
         )
 
 

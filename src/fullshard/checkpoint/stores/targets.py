@@ -174,7 +174,7 @@ class ObjectTarget:
         elif objects.exists(self.path):
             raise ConfigError("a checkpoint appeared at this URL meanwhile; give a new one")
         own = self.path / MANIFEST
-        self._may_be_there = True  # also after an error: the answer may be lost, not the manifest
+        self._may_be_there = True  # also after an error, which may have lost the answer alone
         try:
             own.write(manifest)
         except CheckpointError as error:

@@ -112,8 +112,8 @@ def planned_tensors(
     check_merged(model)
     if dtype is not None and not (_is_unscaled(dtype) and datafile.is_known(dtype)):
         raise ConfigError(
-            f"dtype={dtype}: expected one of floating point, with 16 bits or more, that files can "
-            "hold"
+            f"dtype={dtype}: expected a floating-point dtype of at least 16 bits that safetensors "
+            "files can hold"
         )
     entries = {n.removeprefix("model/"): manifest.entry(n) for n in manifest.names()}
     inner = pretrained(model)
@@ -130,7 +130,7 @@ def planned_tensors(
 
 
 def _is_unscaled(dtype: torch.dtype) -> bool:
-    """Return whether values of ``dtype`` have their meaning without scales."""
+    """Return whether ``dtype`` is one of floating point that needs no scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 

@@ -264,7 +264,7 @@ def find(data: str | None) -> tuple[Path, list[Path]]:
 
 
 def _name(path: Path) -> str:
-    """Return a path as text, with bytes escaped that are not UTF-8."""
+    """Return a path as text, escaping bytes that are not UTF-8."""
     return os.fsencode(path.as_posix()).decode(errors="backslashreplace")
 
 

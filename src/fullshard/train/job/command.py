@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from fullshard.errors import ConfigError, FullshardError
+from fullshard.plan import hardware_of
 from fullshard.train.config import HF, TrainConfig, default_lr
 from fullshard.train.job.launch import default_nproc, launch
 from fullshard.train.job.options import options, read_options, with_options
@@ -86,8 +87,10 @@ def resolve(context: typer.Context) -> TrainConfig:
     for key in ("data", "init", "export"):
         if key in asked:
             asked[key] = str(Path(asked[key]).absolute())
-    if Path(asked.get("hardware", "")).is_file():
-        asked["hardware"] = str(Path(asked["hardware"]).absolute())
+    if "hardware" in asked:
+        hardware_of(asked["hardware"])
+        if Path(asked["hardware"]).is_file():
+            asked["hardware"] = str(Path(asked["hardware"]).absolute())
     if asked.get("model", "").startswith(HF):
         asked["model"] = HF + str(Path(asked["model"].removeprefix(HF)).absolute())
     return dataclasses.replace(base, **asked, out=folder)

@@ -60,7 +60,7 @@ def tell_plan(
     path.unlink(missing_ok=True)
     if config.quantize is not None:
         if config.hardware is not None:
-            say("plan: none, since --quantize reads the values of weights")
+            say("plan: none, as --quantize reads values of weights, which a dry run lacks")
         return
     try:
         with showing_progress():

@@ -11,7 +11,7 @@ from typing import TextIO
 import numpy as np
 
 from fullshard.errors import ConfigError
-from fullshard.plan import hardware_of, in_bytes
+from fullshard.plan import in_bytes
 from fullshard.train.architecture import choose_architecture, count_parameters, load_text_for
 from fullshard.train.config import TrainConfig
 from fullshard.train.data import Packed, Rows, TokenizedText
@@ -180,8 +180,6 @@ def _check_extras(config: TrainConfig) -> None:
     if config.quantize is not None:
         imported("bitsandbytes", "--quantize", extra="qlora")
     check_tracker(config)
-    if config.hardware is not None:
-        hardware_of(config.hardware)
     if config.export is not None and Path(config.export).exists():
         raise ConfigError(f"--export {config.export}: is there already; give a new folder")
 

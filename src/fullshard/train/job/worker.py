@@ -111,11 +111,11 @@ def _live(config: TrainConfig, world: World, loaded: Loaded | None, life: fullsh
 def _going_on(config: TrainConfig, world: World) -> TrainConfig:
     """Return ``config`` with ``resume`` set if torchrun restarted workers after a save.
 
-    Only a save on the disk counts, because ``prepare`` reads there what the run was.
+    Only a save on the disk counts, because ``prepare`` reads the origin of the run from it.
     """
-    has_prepared = world.kept is not None and world.kept.check([_PREPARED])
-    has_saved = RunDir(Path(config.out)).newest_checkpoint() is not None
-    goes_on = world.rows(world.is_first and has_prepared and has_saved)[0].any()
+    has_prepared = world.is_first and world.kept is not None and world.kept.check([_PREPARED])
+    began = has_prepared and RunDir(Path(config.out)).newest_checkpoint() is not None
+    goes_on = world.rows(began)[0].any()
     return dataclasses.replace(config, resume=config.resume or bool(goes_on))
 
 
@@ -247,7 +247,8 @@ def work(config: TrainConfig, *, prepared: bool) -> NoReturn:
 
 def main() -> None:
     """Run as a worker of ``launch``; the only argument is the configuration file of the run."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C ends it silently
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C ends it silently
     launcher = int(os.environ.get(LAUNCHER, os.getppid()))
     threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     work(TrainConfig.load(Path(sys.argv[1])), prepared=True)
