@@ -227,7 +227,7 @@ def test_wrong_use_is_refused_by_name() -> None:
     for options, said in (
         ({"bucket_nbytes": 0}, "expected a positive number"),
         ({"bucket_nbytes": 1.5}, "expected a number of bytes"),
-        ({"bucket_nbytes": 5, "dtype": torch.int8}, "expected one of floating point"),
+        ({"bucket_nbytes": 5, "dtype": torch.int8}, "expected a floating-point dtype"),
         ({"bucket_nbytes": 5, "names": ["what"]}, "the model has no what"),
         ({"bucket_nbytes": 5, "ranks": [2]}, "expected some of 0 to 1"),
         ({"bucket_nbytes": 5, "ranks": []}, "expected some of 0 to 1"),

@@ -428,9 +428,11 @@ def test_what_was_quantised_is_not_converted(tmp_path: Path, dtype: torch.dtype)
         checkpoint.load_weights(nn.Linear(3, 2, bias=False), tmp_path, strict=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fnuz])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.complex64, torch.float8_e4m3fnuz, torch.float8_e4m3fn]
+)
 def test_weights_are_cast_to_what_files_can_hold(tmp_path: Path, dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match="expected one of floating point"):
+    with pytest.raises(ConfigError, match="expected a floating-point dtype"):
         checkpoint.save_weights(nn.Linear(3, 2), tmp_path / "ours", dtype=dtype)
 
 
