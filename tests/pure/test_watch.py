@@ -190,6 +190,17 @@ def test_who_is_absent_is_told(is_final: bool, kind: Kind) -> None:
     assert what.text.startswith("rank 1 was stopped by a signal; rank 0 has waited 6.0 s for")
 
 
+def test_a_rank_that_ended_with_the_error_of_a_loss_is_not_accused() -> None:
+    gone = {
+        1: Absence("ended without a word: killed", is_final=True),
+        2: Absence("exited with LostRankError: rank 1 ended without a word: killed; rank 0", True),
+    }
+    running = report(0, ("a", "b")), report(3, ("a", "b"))
+    assert found(*running, absent=gone).ranks == (1,)
+    gone[2] = Absence("exited with ValueError: no", is_final=True)
+    assert found(*running, absent=gone).ranks == (1, 2)
+
+
 def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_lost() -> None:
     """The rank may still take part in collectives, until all others have waited long enough."""
     silent = {1: Absence("has no heartbeat", is_final=True, least_wait_s=30.0)}

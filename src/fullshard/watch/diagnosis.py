@@ -119,7 +119,10 @@ def _lost(
     lost = sorted(rank for rank in gone.keys() & needed if _is_missed(rank, reports, absent, waits))
     if not lost:
         return None
-    text = "; ".join(f"rank {rank} {gone[rank]}" for rank in lost)
+    said = {rank: f"rank {rank} {gone[rank]}" for rank in lost}
+    # A rank that ended with the error of another rank's loss is not a cause.
+    lost = [r for r in lost if not any(said[other] in gone[r] for other in lost if other != r)]
+    text = "; ".join(said[rank] for rank in lost)
     return Diagnosis(Kind.LOST, tuple(lost), _with_waits(text, waits))
 
 
