@@ -127,10 +127,11 @@ def _diagnosis(end: End, ending: Ending) -> str:
     """Return a message that must be equal on all ranks: the last log, else the error.
 
     Warnings count for ``End.IS_TOLD`` only: on a loaded machine one rank alone may warn that others
-    are late.
+    are late. Such a rank may also still shard its model, and log each unit, after the fault.
     """
     level = ("INFO", "WARNING", "ERROR") if end is End.IS_TOLD else ("INFO", "ERROR")
-    logs = [text for one, text in ending.logs if one in level]
+    told = [text for one, text in ending.logs if one in level]
+    logs = [text for text in told if not text.startswith("unit ")]
     if logs:
         return logs[-1]
     return ending.caught[0][1] if ending.caught else ending.text

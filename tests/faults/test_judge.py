@@ -47,6 +47,7 @@ def test_all_that_is_expected_was_said() -> None:
         (but(text=TEXT + ". rank 2 waits for rank 1, which raised"), ()),
         (but(text=TEXT + ", in a step that rank 2 had already ended"), ()),
         (but(logs=(("ERROR", TEXT + "."),)), ("one diagnosis",)),
+        (but(logs=(("INFO", TEXT), ("INFO", "unit FSDPBlock: 4 parameters"))), ()),
         (but(kind="RuntimeError"), ("its class",)),
         (but(after_s=29.5), ("an end before the time-out",)),
     ],
