@@ -13,10 +13,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.comm.fault_domain import FaultDomain
 from fullshard.comm.liveness import DEAD, STOPPED, Absence, Liveness
+from fullshard.errors import FullshardError, PeerError
+from fullshard.watch import step as steps
 from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
 from fullshard.watch.rounds import Rounds
 from fullshard.watch.status import GroupStatus, Issued, StatusReport
+from fullshard.watch.step import Step
 
 PATIENCE_S = 5.0
 ORDER = ("a", "b", "c", "b", "a")
@@ -199,6 +203,22 @@ def test_a_rank_that_ended_with_the_error_of_a_loss_is_not_accused() -> None:
     assert found(*running, absent=gone).ranks == (1,)
     gone[2] = Absence("exited with ValueError: no", is_final=True)
     assert found(*running, absent=gone).ranks == (1, 2)
+
+
+def test_the_error_of_an_abort_is_no_failure_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    domain = FaultDomain()
+    monkeypatch.setattr(steps, "fault_domain", lambda: domain)
+    monkeypatch.setattr(steps, "_failed", set())
+    step = Step(domain=domain, era=domain.era)
+    domain.aborted_by = lambda: PeerError("rank 1 failed: no")
+    refusals = []
+    for _ in range(2):
+        with pytest.raises(FullshardError) as caught:
+            domain.refuse_aborted()
+        refusals.append(caught.value)
+    for error in (*refusals, ValueError("of this rank")):
+        step.end(error, failed=True)
+        assert (step.failure is None) == (error in refusals)
 
 
 def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_lost() -> None:

@@ -191,6 +191,10 @@ class FaultDomain:
         if self.aborted_by is not None:
             raise self.aborted_by()
 
+    def is_of_abort(self, error: BaseException | None) -> bool:
+        """Return whether ``error`` says that a fault has aborted groups of this job."""
+        return self.aborted_by is not None and str(self.aborted_by()) in str(error)
+
     def refuse_aborted(self) -> None:
         """Refuse a collective on a group that a fault has aborted.
 

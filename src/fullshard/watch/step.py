@@ -159,7 +159,7 @@ class Step:
         """
         with _no_verdict_pending():
             was_open = self.is_open
-            if failed and not self.was_dropped:
+            if failed and not self.was_dropped and not self.domain.is_of_abort(error):
                 what = "an exception" if error is None else described(error)
                 self.failed_at_s = time.monotonic()
                 self.failure = Failure(f"{what}, {self.place}", self.failed_at_s)
