@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fullshard.comm.fault_domain import FaultDomain
 from fullshard.comm.liveness import DEAD, STOPPED, Absence, Liveness
-from fullshard.errors import FullshardError, PeerError
+from fullshard.errors import FullshardError, PeerError, ProtocolError
 from fullshard.watch import step as steps
 from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
 from fullshard.watch.rounds import Rounds
@@ -219,6 +219,9 @@ def test_the_error_of_an_abort_is_no_failure_of_its_own(monkeypatch: pytest.Monk
     for error in (*refusals, ValueError("of this rank")):
         step.end(error, failed=True)
         assert (step.failure is None) == (error in refusals)
+    with pytest.raises(ProtocolError, match="continue in new process groups"):
+        step.begin()  # others would count a rank that waits in vain as lost
+    assert not step.is_open
 
 
 def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_lost() -> None:

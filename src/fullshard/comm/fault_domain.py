@@ -196,7 +196,7 @@ class FaultDomain:
         return self.aborted_by is not None and str(self.aborted_by()) in str(error)
 
     def refuse_aborted(self) -> None:
-        """Refuse a collective on a group that a fault has aborted.
+        """Refuse a step, or a collective on a group, if a fault has aborted groups of this job.
 
         Raises:
             FullshardError: the error of the fault, at the first call.

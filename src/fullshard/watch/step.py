@@ -83,7 +83,7 @@ class Step:
 
         Raises:
             PeerError, ProtocolError, LostRankError, TornStepError: the other ranks have dropped
-                this step.
+                this step; or a fault has aborted groups of this job.
         """
         for step in steps():
             step.place = ""
@@ -101,6 +101,7 @@ class Step:
             self.era, self.failure = self.domain.era, None
             self.domain.training_thread = threading.get_ident()
             self.era.raise_deferred()
+            self.domain.refuse_aborted()
             self.is_open, self.number = True, next(_numbers)
 
     @contextlib.contextmanager
