@@ -118,7 +118,7 @@ def refused_wish(own: str, *off: str) -> str:
             for name in off:
                 patched.setenv(name, "0")
         with pytest.raises(ConfigError) as raised:
-            C10d(group, "cpu").connect()
+            way_of(group, TransportRequest(Transport.SHARED))
     assert gather(C10d(group, "cpu"))()  # the group still works
     return str(raised.value)
 
@@ -236,7 +236,7 @@ def test_versions_that_cannot_connect_are_refused_on_all_ranks() -> None:
         if dist.get_rank() == 1:
             patched.setattr(handshake, "VERSION", 7)
         with pytest.raises(ConfigError) as raised:
-            C10d(dist.new_group(), "cpu").connect()
+            way_of(dist.new_group(), TransportRequest(Transport.SHARED))
     said = str(raised.value)
     assert "ranks 0, 2 version 1 of the protocol, rank 1 version 7" in said
     assert "install the same version on all hosts" in said

@@ -40,7 +40,7 @@ def wire_on(hosts: str, timeout_s: float = 30) -> C10d:
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     with on(hosts):
         wire = C10d(group, "cpu")
-        wire.connect()
+        way_of(group, TransportRequest(Transport.SHARED))
     check_way(group, hosts)
     return wire
 

@@ -33,6 +33,7 @@ from fullshard import (
 from fullshard._torch import world as _world
 from fullshard.comm import C10d, Pending, Wrapper
 from fullshard.comm.blocking import all_to_all
+from fullshard.comm.c10d import Transport, TransportRequest, way_of
 from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.heartbeat import last_beat
 from fullshard.comm.ledger import ledger_of
@@ -280,7 +281,7 @@ def meet_who_failed() -> str:
         ends = threading.Thread(target=fail_as_ranks_meet, args=(group, store))
         ends.start()
         try:
-            wire.connect()
+            way_of(group, TransportRequest(Transport.SHARED))
         except PeerError as error:
             said = str(error)
         ends.join()
@@ -316,7 +317,7 @@ def never_come() -> str:
     said = ""
     if dist.get_rank() == 0:
         with pytest.raises(LostRankError) as raised:
-            C10d(group, "cpu").connect()
+            way_of(group, TransportRequest(Transport.SHARED))
         said = str(raised.value)
     dist.barrier()
     dist.destroy_process_group(group)

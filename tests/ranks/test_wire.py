@@ -25,7 +25,7 @@ from fullshard import (
     unshard_params,
 )
 from fullshard.comm import C10d, Codec, round_trip, wrapped
-from fullshard.comm.c10d import Transport
+from fullshard.comm.c10d import Transport, TransportRequest, way_of
 from fullshard.errors import ConfigError, ProtocolError
 from tests.kit.communication import Gather, on
 from tests.kit.offload import a_bus
@@ -370,7 +370,7 @@ def over_hosts(name: str, hosts: str) -> float:
     group = dist.new_group()
     with on(hosts):
         wire = C10d(group, "cpu")
-        wire.connect()
+        way_of(group, TransportRequest(Transport.SHARED))
     codec = WirePolicy(reduce=name).reducing
     assert codec is not None
     plain = fill(GPT().float())

@@ -22,7 +22,7 @@ from fullshard.comm.heartbeat import clamped
 from fullshard.comm.ledger import RENDEZVOUS, TRANSFER, Entry, Era, Ledger, Mark, ledger_of
 from fullshard.comm.local_peer import LocalPeer, LocalPeers
 from fullshard.comm.native import Native
-from fullshard.comm.protocol import Done, Label, Pending, Then, as_real
+from fullshard.comm.protocol import Label, Pending, Then, as_real
 from fullshard.comm.rendezvous import meet
 from fullshard.comm.shared import Shared
 from fullshard.comm.twolevel import TwoLevels
@@ -140,12 +140,6 @@ class C10d:
     def adds_wide(self) -> bool:
         """True if sums are in fp32 or wider; a backend's own are in the dtype that travels."""
         return self._choice.transport is Transport.SHARED
-
-    def connect(self) -> None:
-        """Connect the ranks, unless they are connected; a collective, as is the first other one."""
-        found = _ways.get(self.group)
-        if self.adds_wide and (found is None or self._choice not in found.ways):
-            self._carry(RENDEZVOUS, 0, lambda way, group: Done()).wait()
 
     def by_sums(self) -> C10d:
         """See ``Collectives.by_sums``."""

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fullshard._torch import world as _world
 from fullshard.comm.heartbeat import stall_s
-from fullshard.comm.labels import losing_ranks
+from fullshard.comm.labels import AMONG_HOSTS
+from fullshard.comm.liveness import losing_ranks
 from fullshard.comm.shared import HostExchange
 from fullshard.errors import LostRankError, ProtocolError
 
@@ -123,7 +124,7 @@ class InFlight:
         ``failure``: this rank's own error, if any.
         """
         try:
-            with losing_ranks():
+            with losing_ranks(AMONG_HOSTS):
                 for work in works:
                     with self._lock:
                         self._num_left += 1
@@ -136,7 +137,7 @@ class InFlight:
     def _take(self, future: torch.futures.Future[object]) -> None:
         failure = None
         try:
-            with losing_ranks():
+            with losing_ranks(AMONG_HOSTS):
                 future.value()
         except Exception as error:
             failure = error.with_traceback(None)

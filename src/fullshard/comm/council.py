@@ -23,7 +23,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ from fullshard import errors
 from fullshard.comm.blocking import drawn_name
 from fullshard.comm.heartbeat import BEAT_S, PATIENCE, silence_s, start_heartbeat
 from fullshard.comm.ledger import Ledger, ledger_beside
-from fullshard.comm.liveness import DEAD, Liveness
+from fullshard.comm.liveness import DEAD, Liveness, losing_ranks
 from fullshard.comm.own_store import own_store
 from fullshard.comm.protocol import Done
 from fullshard.comm.store_round import Look, Missing, StoreRound
@@ -235,17 +235,11 @@ class Council:
                 f"{PATIENCE}): the process ended, was stopped, or cannot reach the store"
             )
 
-    @contextmanager
-    def _store_answers(self) -> Iterator[None]:
-        try:
-            yield
-        except FullshardError:
-            raise
-        except RuntimeError as error:  # torch's DistError
-            raise LostRankError(
-                f"{self._what}: the store of the process group does not answer ({error}); the "
-                "process that keeps it, usually that of rank 0, has ended or is out of reach"
-            ) from error
+    def _store_answers(self) -> AbstractContextManager[None]:
+        return losing_ranks(
+            f"{self._what}: the store of the process group does not answer; the process that "
+            "keeps it, usually that of rank 0, has ended or is out of reach"
+        )
 
 
 def _of_all(failed: Mapping[tuple[str, str], list[int]]) -> dict[str, Any]:

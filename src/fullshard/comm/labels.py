@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -12,23 +11,13 @@ import torch.distributed as dist
 from fullshard._torch import collectives as _collectives
 from fullshard._torch import memory as _memory
 from fullshard.comm.ledger import COMPARISON, ledger_of
-from fullshard.errors import FullshardError, LostRankError, ProtocolError
+from fullshard.comm.liveness import losing_ranks
+from fullshard.errors import ProtocolError
 
+AMONG_HOSTS = "a collective among hosts failed: a rank there is gone or silent"
+"""What ranks are told of errors of gloo."""
 _DIGEST_NBYTES = 16
 _SAID_NBYTES = 256  # digest and text; a longer text is cut off, but the digest still differs
-
-
-@contextmanager
-def losing_ranks() -> Iterator[None]:
-    """Raise gloo's errors as ``LostRankError``, so that the watch looks for the rank."""
-    try:
-        yield
-    except FullshardError:
-        raise
-    except RuntimeError as error:
-        raise LostRankError(
-            f"a collective among hosts failed: a rank there is gone or silent: {error}"
-        ) from error
 
 
 class Compared:
@@ -73,7 +62,7 @@ class Compared:
             return
         ledger = ledger_of(group)
         with ledger.starting(COMPARISON):
-            with nullcontext() if carrier is None else losing_ranks():
+            with nullcontext() if carrier is None else losing_ranks(AMONG_HOSTS):
                 work = _collectives.all_gather(carrier or group, [heard], [said])
                 if work is not None:
                     work.wait()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from fullshard.comm.heartbeat import BEAT_S, Beat, last_beat, silence_s
+from fullshard.errors import FullshardError, LostRankError
 
-__all__ = ["DEAD", "STOPPED", "Absence", "Liveness", "exit_reason_key"]
+__all__ = ["DEAD", "STOPPED", "Absence", "Liveness", "exit_reason_key", "losing_ranks"]
 
 DEAD = "ended without a word: killed, or it crashed"
 STOPPED = "was stopped by a signal"
@@ -94,15 +96,14 @@ class Liveness:
             if beat is not None and beat.has_ended:
                 found[rank] = DEAD
             elif not (beat is not None and beat.is_running):
-                absence = self._silent(rank, "had no heartbeat")
+                absence = self._silent(rank, beat, "had no heartbeat")
                 if absence.is_final:
                     found[rank] = absence.why
         return found
 
     def beats(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the numbers of the last heartbeats of ``ranks``; -1 if there was none."""
-        beats = {rank: last_beat(self._store, rank) for rank in ranks}
-        return {rank: -1 if beat is None else beat.number for rank, beat in beats.items()}
+        return {rank: _number(last_beat(self._store, rank)) for rank in ranks}
 
     def _known(self, rank: int, beat: Beat | None) -> Absence | None:
         if self._store.check([exit_reason_key(rank)]):
@@ -110,7 +111,7 @@ class Liveness:
         if beat is not None and beat.has_ended:
             return Absence(DEAD, is_final=True)
         if beat is not None and beat.is_stopped:
-            return self._silent(rank, STOPPED)
+            return self._silent(rank, beat, STOPPED)
         return None
 
     def _guessed(self, rank: int, before: Beat | None) -> Absence:
@@ -121,14 +122,29 @@ class Liveness:
         if before.is_running:
             return Absence("has no heartbeat, though its process is alive", is_final=False)
         why = "has no heartbeat: it ended, was stopped, or cannot reach the store"
-        return self._silent(rank, why)._replace(least_wait_s=silence_s())
+        return self._silent(rank, before, why)._replace(least_wait_s=silence_s())
 
-    def _silent(self, rank: int, why: str) -> Absence:
-        """Return the absence of a rank, which is final once the rank was silent for too long."""
-        self.note(self.beats([rank]))
+    def _silent(self, rank: int, beat: Beat | None, why: str) -> Absence:
+        """Return the absence of a rank, which is final once ``beat`` was its last for too long."""
+        self.note({rank: _number(beat)})
         silent_s = time.monotonic() - self._seen[rank][1]
         is_final = silent_s > silence_s()
         return Absence(f"{why}; silent for {silent_s:.0f} s" if is_final else why, is_final)
+
+
+@contextmanager
+def losing_ranks(told: str) -> Iterator[None]:
+    """Raise PyTorch's errors as ``LostRankError``; ``told`` comes before their text."""
+    try:
+        yield
+    except FullshardError:
+        raise
+    except RuntimeError as error:
+        raise LostRankError(f"{told} ({error})") from error
+
+
+def _number(beat: Beat | None) -> int:
+    return -1 if beat is None else beat.number
 
 
 def exit_reason_key(rank: int) -> str:

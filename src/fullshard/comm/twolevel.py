@@ -34,8 +34,9 @@ from fullshard.comm.columns import (
     head_of,
     numbers_in,
 )
-from fullshard.comm.labels import Compared, losing_ranks
+from fullshard.comm.labels import AMONG_HOSTS, Compared
 from fullshard.comm.ledger import COMPARISON, ledger_of
+from fullshard.comm.liveness import losing_ranks
 from fullshard.comm.local_peer import LocalPeer
 from fullshard.comm.means import put_mean, put_sum, wide_dtype
 from fullshard.comm.memory import aligned
@@ -179,7 +180,7 @@ class TwoLevels:
     def _end_exchange(self, work: Pending | None, source: Tensor) -> None:
         """Wait for ``work``; ``source`` is kept alive until everything is sent."""
         self.drain()
-        with losing_ranks():
+        with losing_ranks(AMONG_HOSTS):
             (work or Done()).wait()
 
     def break_off(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.comm.heartbeat import clamped
+from fullshard.comm.liveness import losing_ranks
 from fullshard.comm.own_store import OwnStore
 from fullshard.comm.store_round import Missing, StoreRound
 from fullshard.comm.text import named_ranks
@@ -69,14 +70,8 @@ class Board:
                 )
             return ()
 
-        try:
+        with losing_ranks(f"{now.name}: nothing from rank 0, which holds the store"):
             return [json.loads(text) for text in now.collect(ranks, look).values()]
-        except LostRankError:
-            raise
-        except RuntimeError as error:
-            raise LostRankError(
-                f"{now.name}: nothing from rank 0, which holds the store"
-            ) from error
 
 
 def roll_call(board: Board, own: Facts) -> list[Facts]:

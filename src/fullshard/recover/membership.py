@@ -1,9 +1,9 @@
 """Membership: the vote, at the end of an attempt, on the next one and the ranks in it.
 
-They use a store that outlives every rank. Each rank publishes how its attempt ended. The first rank
-that sees the votes of all live ranks writes the decision; compare-and-set keeps later writers from
-replacing it, and all ranks follow it. A rank may die at any moment: if it dies after the decision,
-the other ranks notice in the next attempt, at the latest in its vote.
+The ranks use a store that outlives each of them. Each rank publishes how its attempt ended. The
+first rank that sees the votes of all live ranks writes the decision; compare-and-set keeps later
+writers from replacing it, and all ranks follow it. A rank may die at any moment: if it dies after
+the decision, the other ranks notice in the next attempt, at the latest in its vote.
 
 A *member* is a rank by its original number, that of the first attempt.
 """
@@ -15,14 +15,13 @@ import enum
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from fullshard.comm.heartbeat import Heartbeat
-from fullshard.comm.liveness import DEAD, Liveness, exit_reason_key
+from fullshard.comm.liveness import DEAD, Liveness, exit_reason_key, losing_ranks
 from fullshard.comm.own_store import OwnStore
 from fullshard.comm.store_round import Missing, StoreRound
 from fullshard.comm.text import named_ranks
@@ -35,6 +34,11 @@ _ASK_S = 0.25  # between two checks for lost members and for the decision of ano
 _LOOK_S = 2.0  # between two checks for lost members on other hosts
 _WARN_S = 30.0
 _LEAVE_S = 5.0
+_NO_STORE = (
+    "resilient: the store of the process group does not answer, so the remaining ranks cannot "
+    "agree. The store must outlive every rank: let the launcher keep it, as torchrun does, or pass "
+    "init_process_group a TCPStore(is_master=False) whose server runs in another process"
+)
 
 
 class Outcome(enum.Enum):
@@ -101,7 +105,7 @@ class Membership:
 
     def take_over(self, silent_since: Mapping[int, float]) -> None:
         """Count silences of members from these times of ``time.monotonic``."""
-        with _store_answers():
+        with losing_ranks(_NO_STORE):
             self._liveness.take_over(silent_since)
 
     def leave(self, reason: str, members: Sequence[int]) -> None:
@@ -124,7 +128,7 @@ class Membership:
         Raises:
             LostRankError: the store is gone, or the other members did not wait for this one.
         """
-        with _store_answers():
+        with losing_ranks(_NO_STORE):
             now = StoreRound(self._store, f"{attempt}")
             now.publish(self._member, json.dumps([own.outcome.value, *own[1:]]))
             decision = self._decided(now, members)
@@ -199,18 +203,3 @@ def _decision(votes: Mapping[int, Vote], lost: Mapping[int, str]) -> Decision:
         following = Next.RAISE
     steps = tuple(dict.fromkeys(vote.step for vote in votes.values()))
     return Decision(following, tuple(sorted(votes)), dict(lost), why, steps)
-
-
-@contextmanager
-def _store_answers() -> Iterator[None]:
-    try:
-        yield
-    except LostRankError:
-        raise
-    except RuntimeError as error:  # torch's DistError
-        raise LostRankError(
-            f"resilient: the store of the process group does not answer ({error}), so the "
-            "remaining ranks cannot agree. The store must outlive every rank: let the launcher "
-            "keep it, as torchrun does, or pass init_process_group a TCPStore(is_master=False) "
-            "whose server runs in another process"
-        ) from error
