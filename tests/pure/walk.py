@@ -62,6 +62,9 @@ class Walk:
         elif op is Op.WAIT:
             assert was in ("gathering", "concealed")
             self._gathered[unit] = "unsharded"
+        elif op is Op.FINISH_GATHER:
+            assert was == "gathering"
+            self._gathered[unit] = "unsharded"
         elif op is Op.CONCEAL:
             assert was == "unsharded"
             self._gathered[unit] = "concealed"

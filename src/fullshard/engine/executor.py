@@ -65,7 +65,7 @@ class Engine:
         self.observer: Observer | None = None
         self.recorder: Recorder | None = None
         self.post_optim_event: Any = None  # if set, the next fence waits for it, not for compute
-        self.is_dry = self.will_read = False
+        self.is_dry = False
         self.steps = StepLog(self.shares_params, self.weights_changed, self._drop_step)
         self.backward = Backward(self.trigger, self._is_in_forward_elsewhere)
         self._lanes: Lanes | None = None
@@ -213,12 +213,9 @@ class Engine:
         with unchecked(self.backward.lock):
             if self.backward.dead and type(trigger) is not when.TaskDied:
                 self.backward.report_dead()
-            before = self.will_read
             self._hear(trigger)
-            self.will_read = before  # a hook may have triggered this in the middle of another
 
     def _hear(self, trigger: Trigger) -> None:
-        self.will_read = type(trigger) in _READS
         if self._lanes is not None:
             self._lanes.track_stream()
         if type(trigger) is when.TaskDied:
@@ -533,14 +530,18 @@ def _unshard(engine: Engine, unit: Unit, *, is_retry: bool = False) -> None:
 
 def _wait(engine: Engine, unit: Unit) -> None:
     """Make the unsharded parameters usable and show them in the modules."""
-    gathered = [bucket for bucket in unit.buckets if bucket.is_gathered]
-    if len(gathered) < len(unit.buckets) and engine.will_read:  # starting some has failed
+    if not all(bucket.is_gathered for bucket in unit.buckets):  # starting some has failed
         engine.steps.run(partial(_unshard, is_retry=True), engine, unit)
-        gathered = list(unit.buckets)
-    for bucket in gathered:
+    for bucket in unit.buckets:
         bucket.materialized.finish()
-    if len(gathered) == len(unit.buckets):  # else all are freed next; others may not gather now
-        unit.registration.show_unsharded(unit.buckets)
+    unit.registration.show_unsharded(unit.buckets)
+
+
+def _finish_gather(_: Engine, unit: Unit) -> None:
+    """Wait for the gathers that have started."""
+    for bucket in unit.buckets:
+        if bucket.is_gathered:
+            bucket.materialized.finish()
 
 
 def _conceal(_: Engine, unit: Unit) -> None:
@@ -581,6 +582,7 @@ def _each(act: Callable[[Gradients], None]) -> Callable[[Engine, Unit], None]:
 _ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
     Op.UNSHARD: _unshard,
     Op.WAIT: _wait,
+    Op.FINISH_GATHER: _finish_gather,
     Op.CONCEAL: _conceal,
     Op.RETAIN: _retain,
     Op.RESHARD: _reshard,
@@ -595,6 +597,4 @@ _ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
 }
 """The function that carries out each action."""
 
-
-_READS = frozenset({when.ForwardEnter, when.BackwardEnter, when.UserUnshard, when.UserWait})
 _ENDS = frozenset({when.TaskEnd, when.TaskDied, when.Reset})

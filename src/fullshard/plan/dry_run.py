@@ -155,7 +155,7 @@ class _Witness:
         before, run.acting = run.acting, ("" if unit is None else unit.name or ROOT, action.op)
         run.lanes.take_host(run.job.hardware.action_s)
         kind = _MADE_BY.get(action.op, run.ledger.kind)
-        if unit is not None and action.op in (Op.UNSHARD, Op.WAIT):
+        if unit is not None and action.op in (Op.UNSHARD, Op.WAIT, Op.FINISH_GATHER):
             encodes = any(bucket.spec.wire.gather is not None for bucket in unit.buckets)
             kind = kinds.ENCODED if encodes else kind
         try:

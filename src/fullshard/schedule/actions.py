@@ -35,6 +35,8 @@ class Op(enum.StrEnum):
     """Start the all-gathers of a unit."""
     WAIT = "wait"
     """Make the unsharded parameters usable and show them in the modules."""
+    FINISH_GATHER = "finish_gather"
+    """Wait for the gathers of a unit that is then freed or gathered again, and not shown."""
     CONCEAL = "conceal", "is_local"
     """Show the sharded parameters, but keep the unsharded storage."""
     RETAIN = "retain", "is_local"

@@ -62,7 +62,7 @@ class Residents:
         if not state.is_held or state.generation == self.generation or (state.holds & IN_USE):
             return
         if state.residency is _GATHERING:
-            self.wait(state, out)
+            self._finish(state, out)
         self.gather(state, out)
 
     def gather(self, state: UnitState, out: Actions) -> None:
@@ -108,7 +108,7 @@ class Residents:
                 self._drop_secondary(state, out)
             return
         if state.residency is _GATHERING:
-            self.wait(state, out)  # a buffer cannot be freed while a collective writes into it
+            self._finish(state, out)  # a collective may still write into the buffer
         if not state.holds:
             self._free(state, out, to_secondary=to_secondary)
         elif state.residency is _UNSHARDED:
@@ -162,6 +162,12 @@ class Residents:
             around.append(state)
         for key, state in self.units.items():
             state.carries = tuple(reversed(carried[key]))
+
+    def _finish(self, state: UnitState, out: Actions) -> None:
+        state.move(_UNSHARDED)
+        out.append(state.do.finish_gather)
+        for one in state.carries:
+            self._finish(one, out)
 
     def _conceal(self, state: UnitState, out: Actions) -> None:
         state.move(_CONCEALED)

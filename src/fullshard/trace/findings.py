@@ -264,7 +264,7 @@ def _gathers(step: Mapping[str, Any]) -> list[_Exposed]:
         op, unit, at_s = action[:3]
         if op == "unshard":
             begun[unit] = at_s
-        elif op == "wait" and unit in begun:
+        elif op in ("wait", "finish_gather") and unit in begun:
             index = bisect_right(starts, begun.pop(unit)) - 1
             earlier_s = starts[index] - starts[index - 1] if index > 0 else 0.0
             exposed_s = when(action)[1]

@@ -9,7 +9,12 @@ LANES = ("model", "exposed", "gathers", "reductions")
 """The lanes: computation, waits of the model, and communication from its start to its end."""
 
 _STARTS = {"unshard": "gathers", "reduce_scatter": "reductions"}
-_ENDS = {"wait": "gathers", "finish_reduce": "reductions", "keep_partial": "reductions"}
+_ENDS = {
+    "wait": "gathers",
+    "finish_gather": "gathers",
+    "finish_reduce": "reductions",
+    "keep_partial": "reductions",
+}
 
 
 class Span(NamedTuple):

@@ -45,7 +45,8 @@ NO_UNIT = -1
 _ENTERS = frozenset({ForwardEnter, BackwardEnter, UserWait, UserUnshard})
 
 # Looking up an enum member takes longer than the work that needs the member.
-_UNSHARD, _WAIT, _FINISH = Op.UNSHARD, Op.WAIT, Op.FINISH_REDUCE
+_UNSHARD, _FINISH = Op.UNSHARD, Op.FINISH_REDUCE
+_WAITS = (Op.WAIT, Op.FINISH_GATHER)
 _RESHARD, _TO_SECONDARY = Op.RESHARD, Op.RESHARD_TO_SECONDARY
 
 
@@ -256,7 +257,7 @@ class History:
         """Add the time of an action to the waits of its unit, if computation waits in it."""
         action = began[2]
         op = action.op
-        if op is _WAIT:
+        if op in _WAITS:
             total = units[began[3] + action.unit].gather
         elif op is _FINISH:
             total = units[began[3] + action.unit].reduction
