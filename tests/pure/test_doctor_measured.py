@@ -92,6 +92,8 @@ def test_a_gpu_keeps_what_cannot_be_measured_from_a_preset() -> None:
     hardware = hardware_from(report, "")
     assert (hardware.name, hardware.memory_nbytes) == ("H100", 80 * GIB)
     assert hardware.in_background and hardware.granule_nbytes == 512
+    assert hardware.host is not None  # offloaded parameters share the memory of this host
+    assert hardware.host.memory_nbytes == hardware_from(measured(), "").memory_nbytes
     assert "of a preset" in hardware.source
 
 

@@ -166,6 +166,11 @@ def test_texts_beside_chats_and_chats_without_a_template_are_refused(tmp_path: P
         load_text(str(path), vocab_size=300)
 
 
+def test_one_chat_cannot_be_split() -> None:
+    with pytest.raises(ConfigError, match="one chat, and one must be held out"):
+        split([Document("0", "x", is_chat=True)])
+
+
 def test_few_chats_hold_out_the_smallest_hashes_whole() -> None:
     chats = [Document(f"{n}", "x" * 9, is_chat=True) for n in range(5)]
     train, held_out = split(chats)

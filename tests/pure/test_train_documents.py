@@ -137,6 +137,19 @@ CHATS = [
 ]
 
 
+@pytest.mark.parametrize("text", [None, 5, ["a"]])
+def test_a_chat_may_have_a_text_field_that_is_no_string(tmp_path: Path, text: object) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text, **chat}) for chat in CHATS))
+    assert [json.loads(one.text) for one in collect(str(path)).documents] == CHATS
+
+
+def test_json_nested_too_deeply_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[" * 100_000)
+    (tmp_path / "b.txt").write_text("text")
+    assert "text" in [one.text for one in collect(str(tmp_path)).documents]
+
+
 def test_an_array_of_records_is_read_as_records_and_other_json_as_text(tmp_path: Path) -> None:
     (tmp_path / "chats.json").write_text(json.dumps(CHATS))
     documents = collect(str(tmp_path)).documents

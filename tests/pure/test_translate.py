@@ -174,6 +174,7 @@ def test_what_is_left_out_is_named(config: dict[str, Any], line: str) -> None:
         (zero(stage=4), "zero_optimization.stage is 4, expected 0, 1, 2 or 3"),
         (zero(reduce_bucket_size="large"), "reduce_bucket_size is 'large', expected a number"),
         ({"zero_optimization": 3}, "zero_optimization is 3, expected keys and values"),
+        ({"distributed_type": "FSDP", "fsdp_config": [1]}, r"fsdp_config is \[1\], expected keys"),
         (fsdp(sharding_strategy="SHARD"), "sharding_strategy is 'SHARD', expected one of FULL"),
     ],
 )

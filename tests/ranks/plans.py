@@ -359,9 +359,9 @@ def dry(case: Case, rank: int, hardware: Hardware | None = None) -> Found:
     return Found(
         untold(step.transcript),
         Counter(
-            (one.exchange.what, len(one.exchange.ranks), one.exchange.nbytes)
-            for one in step.carried
-            if one.op and len(one.exchange.ranks) > 1
+            (one.what, len(one.ranks), one.nbytes)
+            for one, op in step.carried
+            if op and len(one.ranks) > 1
         ),
         {kind: nbytes for kind, nbytes in step.buffers.items() if nbytes},
         after_backward.held.get(kinds.PARAMETERS, 0),

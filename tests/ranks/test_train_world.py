@@ -36,11 +36,16 @@ def test_every_worker_sees_the_figures_of_all_exactly(world: int) -> None:
 
 def refuse_on(ranks: list[int]) -> str:
     world = here()
+
+    def refuse() -> str:
+        if world.rank in ranks:
+            raise ConfigError(f"worker {world.rank} cannot")
+        return "agreed"
+
     try:
-        world.agree(f"worker {world.rank} cannot" if world.rank in ranks else None)
+        return world.agree(refuse)
     except ConfigError as error:
         return str(error)
-    return "agreed"
 
 
 @pytest.mark.parametrize(

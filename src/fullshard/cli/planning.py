@@ -192,9 +192,10 @@ def _mesh(world_size: int | None, mesh: str | None) -> dict[str, int]:
     if mesh is None:
         return {"shard": world_size or 0}
     parts = [part.partition("=") for part in mesh.split(",")]
-    if not all(name and size.isdigit() for name, _, size in parts):
+    shape = {name: int(size) for name, _, size in parts if name and size.isdigit()}
+    if len(shape) < len(parts):  # a name without a size, or a name twice
         raise ConfigError(f"--mesh {mesh}: expected dims with sizes, such as replicate=4,shard=256")
-    return {name: int(size) for name, _, size in parts}
+    return shape
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

@@ -255,9 +255,6 @@ def _take_deepspeed(program: Program, config: Mapping[str, Any]) -> None:
     if _is_on(config.get("fp16")) and _is_on(config.get("bf16")):
         raise ConfigError("fp16 and bf16 are enabled: choose one")
     sections = "zero_optimization", "activation_checkpointing"
-    for section in sections:
-        if not isinstance(config.get(section, {}), Mapping):
-            raise ConfigError(f"{section} is {config[section]!r}, expected keys and values")
     _apply(program, _flat(config, sections), _DEEPSPEED)
 
 
@@ -274,7 +271,9 @@ def _flat(config: Mapping[str, Any], sections: tuple[str, ...]) -> dict[str, Any
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if key in sections:
-            flat |= {f"{key}.{name}": one for name, one in (value or {}).items()}
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{key} is {value!r}, expected keys and values")
+            flat |= {f"{key}.{name}": one for name, one in value.items()}
         else:
             flat[key] = value
     return flat
@@ -449,10 +448,6 @@ def _strategy(program: Program, key: str, value: Any) -> None:
         program.mesh = ("dist.get_world_size() // shards", local)
 
 
-def _fsdp_offload(program: Program, key: str, value: Any) -> None:
-    _offload_params(program, key, "cpu" if value is True else None)
-
-
 _ZERO = "zero_optimization"
 _DEEPSPEED: dict[str, Rule] = {
     "bf16": _bf16,
@@ -478,7 +473,9 @@ _ACCELERATE: dict[str, Rule] = {
     "gradient_clipping": _clip,
     "fsdp_config.fsdp_sharding_strategy": _strategy,
     "fsdp_config.fsdp_reshard_after_forward": _strategy,
-    "fsdp_config.fsdp_offload_params": _fsdp_offload,
+    "fsdp_config.fsdp_offload_params": lambda program, key, value: _offload_params(
+        program, key, "cpu" if value is True else None
+    ),
     "fsdp_config.fsdp_activation_checkpointing": _activations,
     "deepspeed_config.zero_stage": _stage,
     "deepspeed_config.gradient_accumulation_steps": _accumulate,

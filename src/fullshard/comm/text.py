@@ -1,11 +1,11 @@
-"""Words of messages: ranks by their numbers, counts with their noun, bytes with their unit."""
+"""Words of messages: ranks by their numbers, counts with their noun, bytes, tables."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["counted", "in_bytes", "in_notebook", "listed", "named_ranks"]
+__all__ = ["counted", "in_bytes", "in_notebook", "listed", "named_ranks", "table"]
 
 
 def named_ranks(ranks: Sequence[int], *, most: int = 8) -> str:
@@ -28,6 +28,19 @@ def counted(number: int, noun: str) -> str:
 def in_notebook(shown: object) -> str:
     """Return the text of an object as HTML, with its lines and columns as they are."""
     return f"<pre>{html.escape(str(shown))}</pre>"
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, right: bool = True
+) -> Iterator[str]:
+    """Yield the lines of a table; all columns but the first are right-aligned if ``right``."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        cells = (
+            text.rjust(width) if right and i else text.ljust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
 
 
 def in_bytes(nbytes: float) -> str:

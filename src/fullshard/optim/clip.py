@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress, count, pairwise
 from operator import add, attrgetter, itemgetter, ne
 from typing import Any, NamedTuple
@@ -125,20 +125,16 @@ class NormedGradients:
         """Scale the gradients as ``clip_grad_norm_`` does."""
         scale = (max_norm / (self.norm + 1e-6)).clamp(max=1.0)
         for one in self._alike:
-            for device_scale, grads in _by_device(one.coalesced, scale):
+            by_device: dict[torch.device, list[Tensor]] = {}
+            for grad in one.coalesced:
+                by_device.setdefault(grad.device, []).append(grad)
+            for device, grads in by_device.items():
+                device_scale = scale.to(device)
                 if self._foreach is False:
                     for grad in grads:
                         grad.mul_(device_scale.to(grad.dtype))
                 else:
                     torch._foreach_mul_(grads, device_scale)
-
-
-def _by_device(grads: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    found: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        found.setdefault(grad.device, []).append(grad)
-    for device, there in found.items():
-        yield scale.to(device), there
 
 
 def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_SameGroups]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.comm import all_reduce, gather_objects
+from fullshard.comm.text import listed
 from fullshard.errors import ArgumentTypeError, ConfigError, NonFiniteError
 from fullshard.optim.clip import NormedGradients
 from fullshard.tensors import local_part
@@ -185,7 +186,7 @@ class StepGuard:
 
 def _described(losses: list[int], reports: list[_Report]) -> str:
     """Say what is not finite, and on which ranks; ``losses`` are ranks whose loss is not."""
-    parts = [f"the loss of rank(s) {_listed(losses)} is not finite"] if losses else []
+    parts = [f"the loss of rank(s) {listed(losses)} is not finite"] if losses else []
     names = {number: name for report in reports for number, name in report.reduced}
     if names:
         last = names[max(names)]
@@ -200,8 +201,3 @@ def _described(losses: list[int], reports: list[_Report]) -> str:
         if report.own
     ]
     return "; ".join(parts)
-
-
-def _listed(ranks: list[int]) -> str:
-    some = ", ".join(map(str, ranks[:8]))
-    return some if len(ranks) <= 8 else f"{some} and {len(ranks) - 8} more"

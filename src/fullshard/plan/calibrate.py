@@ -47,15 +47,17 @@ def hardware_from(report: Report, date: str) -> Hardware:
     op_s = [speed.op_s for speed in report.speeds if speed.op_s is not None]
     if report.failures or not op_s:
         raise ConfigError("nothing is written for --calibrate: not everything could be measured")
-    ranks, num_hosts = report.ranks, len(by_host(report.ranks))
+    ranks, hosts = report.ranks, by_host(report.ranks).values()
+    host_nbytes = min(here[0].host.usable_nbytes // len(here) for here in hosts)
     gpu = None if report.device == "cpu" else ranks[0].gpu
     preset = CPU if gpu is None else PRESETS["h100"]
-    assumed = "" if gpu is None else "; granule, fixed and communicator bytes are those of a preset"
+    assumed = "; host bandwidth, granule, fixed and communicator bytes are those of a preset"
     shares = any(SHARED_MEMORY in name for dim in report.dims for name in dim.carriers())
     hardware = replace(
         preset,
         name=f"cpu, {ranks[0].num_threads} thread(s) a rank" if gpu is None else gpu.name,
-        memory_nbytes=_memory_nbytes(report, on_cpu=gpu is None),
+        memory_nbytes=host_nbytes if gpu is None else _memory_nbytes(report),
+        host=preset.host and replace(preset.host, memory_nbytes=host_nbytes),
         flops={
             dtype: statistics.median(speed.flops[dtype] for speed in report.speeds)
             for dtype in report.speeds[0].flops
@@ -67,16 +69,13 @@ def hardware_from(report: Report, date: str) -> Hardware:
         in_background=gpu is not None or not shares,  # shared memory is copied by waiting ranks
         adds_wide=all(group.wire.adds_wide for dim in report.dims for group in dim.groups),
         source=f"measured on {date} by fullshard doctor, torch {ranks[0].versions['torch']}; "
-        f"{len(ranks)} rank(s) on {num_hosts} host(s){assumed}",
+        f"{len(ranks)} rank(s) on {len(hosts)} host(s){assumed if gpu else ''}",
     )
     steps = [speed.tiny_step_s for speed in report.speeds if speed.tiny_step_s is not None]
     return _with_action_s(hardware, report.shape, statistics.median(steps)) if steps else hardware
 
 
-def _memory_nbytes(report: Report, *, on_cpu: bool) -> int:
-    if on_cpu:
-        hosts = by_host(report.ranks).values()
-        return min(here[0].host.usable_nbytes // len(here) for here in hosts)
+def _memory_nbytes(report: Report) -> int:
     return min(one.gpu.memory_nbytes for one in report.ranks if one.gpu is not None)
 
 

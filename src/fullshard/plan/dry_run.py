@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from fullshard.frontend.ownership import units_below
 from fullshard.plan import ledger as kinds
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.kernels import DeviceKernels
-from fullshard.plan.ledger import Moment, PlanCrossing, PlanLedger
+from fullshard.plan.ledger import Moment, PlanLedger
 from fullshard.plan.optimizers import adamw, is_muon, muon
 from fullshard.schedule import Action, Event, Op, Transcript
 from fullshard.schedule.triggers import BackwardEnter, ForwardEnter, ForwardExit, GradsReady
@@ -85,13 +85,6 @@ class Job:
     """True if only the last microbatch of a step reduces gradients."""
 
 
-class Carried(NamedTuple):
-    """A collective, with the action that issued it."""
-
-    exchange: Exchange
-    op: str
-
-
 @dataclass
 class DryStep:
     """The events of one step."""
@@ -100,7 +93,8 @@ class DryStep:
     end_s: float = 0.0
     flops: float = 0.0
     transcript: Transcript = field(default_factory=Transcript)
-    carried: list[Carried] = field(default_factory=list)
+    carried: list[tuple[Exchange, str]] = field(default_factory=list)
+    """The collectives, each with the op of the action that issued it; "" if the model did."""
     spans: list[tuple[LaneSpan, str]] = field(default_factory=list)
     """The spans of time on the lanes, each with the name of its unit."""
     moments: list[Moment] = field(default_factory=list)
@@ -109,7 +103,8 @@ class DryStep:
     """Bytes held at the end of the step, by kind."""
     most_at_home: Moment | None = None
     """The moment at which the most bytes are held in the host's memory."""
-    crossings: list[PlanCrossing] = field(default_factory=list)
+    crossings: list[tuple[str, int]] = field(default_factory=list)
+    """Copies between the memories of host and device: "to_device" or "to_host", and bytes."""
     buffers: Counter[BufferKind] = field(default_factory=Counter)
     """The most bytes that the engine's buffers of each kind held."""
 
@@ -201,7 +196,7 @@ class _Run:
 
     def carry(self, exchange: Exchange) -> Pending:
         """Record a collective with its action, and start it."""
-        self.step.carried.append(Carried(exchange, self.acting[1]))
+        self.step.carried.append((exchange, self.acting[1]))
         return self.lanes.carry(exchange)
 
     def _duration_s(self, exchange: Exchange) -> float:

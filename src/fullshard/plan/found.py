@@ -18,7 +18,7 @@ def plan_from(job: Job, found: Recorded) -> Plan:
     most = max((one.most for one in found.steps if one.most), key=lambda moment: moment.nbytes)
     homes = [one.most_at_home for one in reversed(found.steps) if one.most_at_home]
     most_at_home = max(homes, key=lambda moment: sum(moment.home.values()))
-    groups = {carried.exchange.ranks for one in found.steps for carried in one.carried}
+    groups = {exchange.ranks for one in found.steps for exchange, _ in one.carried}
     start_s = max(one.start_s for one in found.steps if one.start_s <= most.at_s)
     hardware = job.hardware
     return Plan(

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,14 +66,6 @@ class Moment(NamedTuple):
         return sum(self.held.values())
 
 
-class PlanCrossing(NamedTuple):
-    """A copy between the memories of host and device."""
-
-    way: str
-    """"to_device" or "to_host"."""
-    nbytes: int
-
-
 class Account:
     """The bytes that are held in one memory, by kind."""
 
@@ -125,7 +118,7 @@ class PlanLedger(TorchDispatchMode):
         self.values = Values()
         self.flops = 0.0
         self.moments: list[Moment] = []
-        self.crossings: list[PlanCrossing] = []
+        self.crossings: list[tuple[str, int]] = []
         self._hardware = hardware
         self._lanes = lanes
         self.device, self.home = Account(self._now), Account(self._now)
@@ -232,7 +225,7 @@ class PlanLedger(TorchDispatchMode):
     def _cross(self, nbytes: int, *, to_host: bool, blocks: bool) -> None:
         assert self._hardware.host is not None
         way = "to_host" if to_host else "to_device"
-        self.crossings.append(PlanCrossing(way, nbytes))
+        self.crossings.append((way, nbytes))
         self._lanes.spend(nbytes / self._hardware.host.bus_bandwidth, way)
         if blocks:
             self._lanes.mark().synchronize()
@@ -251,7 +244,7 @@ class PlanLedger(TorchDispatchMode):
         if entry is None:
             account = self.home if at_home else self.device
             nbytes = self._rounded(storage.nbytes(), account)
-            reference = weakref.ref(storage, self._forgetting(key))
+            reference = weakref.ref(storage, partial(self._forget, key))
             self._books[key] = _Entry(reference, kind, nbytes, account)
             account.change(kind, nbytes)
             return
@@ -262,12 +255,9 @@ class PlanLedger(TorchDispatchMode):
             entry.account.change(entry.kind, -entry.nbytes)
             entry.account.change(kind, nbytes)
 
-    def _forgetting(self, key: int) -> Callable[[object], None]:
-        def forget(_: object) -> None:
-            entry = self._books.pop(key)
-            entry.account.change(entry.kind, -entry.nbytes)
-
-        return forget
+    def _forget(self, key: int, _: object) -> None:
+        entry = self._books.pop(key)
+        entry.account.change(entry.kind, -entry.nbytes)
 
     def _rounded(self, nbytes: int, account: Account) -> int:
         granule = 1 if account is self.home else self._hardware.granule_nbytes

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from fullshard.comm.text import in_bytes
+from fullshard.comm.text import in_bytes, table
 
 __all__ = ["in_bytes", "in_seconds", "table"]
 
@@ -15,14 +13,3 @@ def in_seconds(seconds: float) -> str:
         if seconds >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}"
     return "0 s" if seconds < 5e-10 else f"{seconds * 1e9:.3g} ns"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table; the first column is left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        first, *others = (
-            text.ljust(width) if i == 0 else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join((first, *others)).rstrip()

@@ -81,7 +81,7 @@ def train(
     with showing_progress(enabled=world.is_first):
         trainer = Trainer(config, text, world, life)
         if not config.resume:
-            trainer.saves.forget(world)
+            trainer.saves.forget()
         first = trainer.resume(run)
     with (
         Reporter(
@@ -125,7 +125,7 @@ def train(
                 trainer.save(step, on_disk=ends)
                 reporter.saved_step = step
         trainer.saves.wait()
-        trainer.saves.forget(world)
+        trainer.saves.forget()
     return Trained(trainer.model, step, why_over)
 
 
@@ -175,9 +175,7 @@ def shard_model(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None
 
 def layout_of(config: TrainConfig) -> fullshard.PerParameter | fullshard.Ragged:
     """Return the layout of the shards."""
-    if config.layout is LayoutName.RAGGED:
-        return fullshard.Ragged()
-    return fullshard.PerParameter()
+    return fullshard.Ragged() if config.layout is LayoutName.RAGGED else fullshard.PerParameter()
 
 
 def wire_of(config: TrainConfig) -> fullshard.WirePolicy:
@@ -350,6 +348,8 @@ class Trainer:
             ConfigError: the model is such a model; raised on all workers.
         """
         half = min(self.config.seq // 2, 8)
+        if not half:  # a row of one token holds one sample
+            return
         positions = torch.arange(half).repeat(2)[None]
         self.model.eval()
         first, second = (

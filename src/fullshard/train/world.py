@@ -6,16 +6,19 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
+import typing
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, FullshardError
+
+Result = TypeVar("Result")
 
 STORE = "FULLSHARD_STORE"
 """Environment variable with the store for workers of our launcher: a file, or ``TCP`` and the port
@@ -92,21 +95,23 @@ class World:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def barrier(self) -> None:
-        """Wait until every worker has arrived."""
-        dist.barrier()
-
-    def agree(self, refusal: str | None) -> None:
-        """Refuse on all workers alike if any worker has a refusal.
+    def agree(self, do: Callable[[], Result]) -> Result:
+        """Call ``do`` on all workers; refuse on all alike if it refuses on any.
 
         Raises:
-            ConfigError: at least one refusal is not None; the lowest rank's becomes the message.
+            ConfigError: it refused on at least one; the lowest rank's refusal is the message.
         """
+        result, refusal = None, None
+        try:
+            result = do()
+        except FullshardError as error:
+            refusal = str(error)
         refusals: list[str | None] = [None] * self.size
         dist.all_gather_object(refusals, refusal)
         for each in refusals:
             if each is not None:
                 raise ConfigError(each)
+        return typing.cast(Result, result)
 
 
 def is_worker() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from fullshard.errors import UnsupportedError
 from fullshard.optim.base import Outer
-from fullshard.optim.flat.plan import Candidate, StepPlan, align, gradients, plan_runs
+from fullshard.optim.flat.plan import Candidate, StepPlan, align, plan_runs
 from fullshard.optim.flat.run import Run
 from fullshard.optim.flat.scalars import check_state, state_keys_of
 from fullshard.optim.flat.stream import Stream
@@ -190,7 +190,7 @@ class ShardedOptimizer(Outer):
         """
         groups, plan = self.param_groups, self._plan
         params = list(chain.from_iterable(map(itemgetter("params"), groups)))
-        grads = gradients(params)
+        grads: list[Tensor | None] = list(map(attrgetter("grad"), params))
         if not (
             plan
             and plan.is_valid(groups, params, grads)

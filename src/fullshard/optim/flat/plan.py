@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise, repeat
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -53,14 +53,6 @@ def find_runs(positions: Sequence[Position | None]) -> list[tuple[int, ...]]:
         cuts = [i for i, (one, two) in enumerate(pairwise(line), 1) if one[0] + 1 != two[0]]
         runs += [tuple(index for _, index in line[a:b]) for a, b in pairwise((0, *cuts, len(line)))]
     return sorted(runs)
-
-
-def gradients(params: Iterable[Tensor]) -> list[Tensor | None]:
-    """Return the gradient of each parameter."""
-    return list(map(_grad_of, params))
-
-
-_grad_of = attrgetter("grad")
 
 
 class Candidate:

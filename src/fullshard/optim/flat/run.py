@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain, repeat
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,21 +40,15 @@ def same(one: Iterable[object], other: Iterable[object]) -> bool:
     return all(map(is_, chain(one, (_MISSING,)), chain(other, (_MISSING,))))
 
 
-class Extent(NamedTuple):
-    """The first index of a parameter's elements in the tensor of its run, and their shape."""
-
-    offset: int
-    shape: torch.Size
-
-
 class Run(Steppable):
     """Parameters that step as one tensor.
 
     Attributes:
         params: neighbors in a buffer, or one parameter, or any number without local elements.
         tensor: the parameter of the inner optimizer; it has no memory between steps.
-        parts: positions of the parameters in ``tensor``, which is 1-D; None if the run has one
-            parameter and ``tensor`` has the shape of its local tensor.
+        parts: first index and shape of each parameter's elements in ``tensor``, which is 1-D; None
+            if the run has one parameter and ``tensor`` has the shape of its local tensor.
+        is_coalesced: whether parameters and gradients must be neighbors.
         flats: by key the buffers of cut state, which ``flat_part_of`` finds.
         is_shown: True once users see the state of the run.
         on_host: whether its cut state lives in host memory or on the device of the parameters;
@@ -72,23 +66,19 @@ class Run(Steppable):
         self.params = tuple(params)
         self.on_host = on_host
         super().__init__(EMPTY.to("meta") if local_part(params[0]).is_meta else EMPTY, group)
-        self.parts: tuple[Extent, ...] | None = None
+        self.parts: tuple[tuple[int, torch.Size], ...] | None = None
         shapes = [local_part(param).shape for param in params]
         self._shape = shapes[0]
         if offsets is not None:
-            self.parts = tuple(map(Extent, offsets, shapes))
+            self.parts = tuple(zip(offsets, shapes, strict=True))
             self._shape = torch.Size([offsets[-1] + shapes[-1].numel()])
+        self.is_coalesced = len(self.params) > 1 and self._shape.numel() > 0
         self.is_shown = False
         self._shown: dict[str, object] = {}  # by key: the value shown, or the base of the views
         self._copies: dict[str, Tensor] = {}  # by key: one row for each parameter
         self.flats: dict[str, Tensor] = {}
         self._entries: list[object] = []
         self._version = 0
-
-    @property
-    def is_coalesced(self) -> bool:
-        """Return whether parameters and gradients must be neighbors."""
-        return len(self.params) > 1 and self._shape.numel() > 0
 
     @property
     def device(self) -> torch.device:
@@ -221,7 +211,7 @@ class Run(Steppable):
 
     def _parts_of(self, flat: Tensor, start: int = 0) -> list[Tensor]:
         """Return each parameter's part of ``flat``, where the run's tensor begins at ``start``."""
-        return cut_flat(flat, ((start + part.offset, part.shape) for part in self.parts or ()))
+        return cut_flat(flat, ((start + at, shape) for at, shape in self.parts or ()))
 
     def _merge(self, key: str, locals_now: list[Tensor], flats: Container[int]) -> Tensor:
         first = locals_now[0]
@@ -231,7 +221,7 @@ class Run(Steppable):
         flat, _, start = found[0] if found else (None, 0, 0)
         if flat is not None and id(flat) in flats:
             places = [(id(part.flat), part.start) for part in found]
-            if places == [(id(flat), start + part.offset) for part in self.parts]:
+            if places == [(id(flat), start + at) for at, _ in self.parts]:
                 self.flats[key] = flat
                 return flat.narrow(0, start, self._shape[0])
         merged = self._new(first, self._shape).zero_()

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from fullshard._torch import nn as _nn
+from fullshard.comm.text import listed, table
 from fullshard.errors import ConfigError
 from fullshard.optim.muon.full import not_a_matrix
 from fullshard.optim.owned import placement_of
@@ -81,13 +82,8 @@ class Choices(tuple[ParamChoice, ...]):
     """The choices for all parameters of a model, in its order; printed, they are a table."""
 
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "stepped by", "because"), *map(_row, self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, self._sums()])
+        head = ("parameter", "shape", "stepped by", "because")
+        return "\n".join([*table(head, [*map(_row, self)], right=False), self._sums()])
 
     def _sums(self) -> str:
         sums = {MUON: 0, ADAMW: 0}
@@ -138,9 +134,8 @@ def warn_without_ends(choices: Choices) -> None:
     """Warn if matrices go to Muon by default and AdamW steps no matrix at all."""
     names = [one.names[0] for one in choices if one.why == _DEFAULT]
     if names and not any(len(one.shape) > 1 and one.algorithm == ADAMW for one in choices):
-        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
         warnings.warn(
-            f"Muon found no head and no embedding, so it steps {listed}. AdamW suits the "
+            f"Muon found no head and no embedding, so it steps {listed(names)}. AdamW suits the "
             f'first and the last layer better: give rule={{"{names[-1]}": "adamw"}} for such a '
             'layer. To keep the others without this warning, give rule={"NAME": "muon"} for each',
             stacklevel=3,

@@ -202,11 +202,6 @@ def owners_of(
             rank = idlest[0][1]
         owners[at] = rank
         load[rank] += cost
-    return _in_order(matrices, owners)
-
-
-def _in_order(matrices: Sequence[Matrix], owners: Sequence[int]) -> list[int]:
-    """Return the owners, those of the blocks of each parameter sorted."""
     of_param: dict[int, list[int]] = {}
     for matrix, owner in zip(matrices, owners, strict=True):
         of_param.setdefault(matrix.param, []).append(owner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 from fullshard.comm import gather_objects
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.base import Outer
-from fullshard.optim.flat import align, gradients
+from fullshard.optim.flat import align
 from fullshard.optim.inner import KeptOptions, label_of, named, numbered, options_of
 from fullshard.optim.owned.assign import (
     Cost,
@@ -294,7 +295,7 @@ class OwnedOptimizer(Outer):
         self._settle()
         self._adopt()
         params = [param for _, param in numbered(self.param_groups)]
-        grads = gradients(params)
+        grads: list[Tensor | None] = list(map(attrgetter("grad"), params))
         for param, grad in zip(params, grads, strict=True):
             if grad is not None and grad.layout is not torch.strided:
                 raise UnsupportedError(

@@ -141,11 +141,7 @@ class _Writer:
         self._tokenizer = tokenizer
         self._tools = tools
         self._template: str = tokenizer.get_chat_template(None, tools)  # there may be several
-
-    @property
-    def marks_answers(self) -> bool:
-        """True if the template itself marks answers."""
-        return _ANSWERS.search(self._template) is not None
+        self.marks_answers = _ANSWERS.search(self._template) is not None
 
     def __call__(self, messages: Sequence[Any], *, ask: bool = False) -> str:
         """Return messages as text, followed by the generation prompt if ``ask``."""

@@ -294,6 +294,8 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
     if 1 / 64 < share < 1 / 4:
         return train, held_out
     if documents[0].is_chat:
+        if len(documents) == 1:
+            raise ConfigError("--data: holds one chat, and one must be held out: give more")
         by_hash = sorted(documents, key=lambda document: document.digest)
         number = max(1, len(documents) * HELD_OUT_OF_256 // 256)
         chosen = {document.name for document in by_hash[:number]}
@@ -351,7 +353,7 @@ def _documents(records: Records, name: str, bad: BadRecords) -> Iterator[Documen
             bad.add(record)
             continue
         own = f"{name}:{number:09d}"  # names sort in file order
-        if _TEXT in record:
+        if _CHAT not in record:
             yield Document(own, record[_TEXT])
         else:
             chat = {key: record[key] for key in (_CHAT, _TOOLS) if record.get(key)}
@@ -395,7 +397,7 @@ def _read_json(path: Path) -> Records | None:
     """Return the records of an array or of lines, or a single one; None if there are none."""
     try:
         found = json.loads(read_bytes(path))
-    except ValueError:
+    except (ValueError, RecursionError):
         lines = list(_read_jsonl(path))
         has_records = any(not isinstance(line, ConfigError) for _, line in lines)
         return iter(lines) if has_records else None

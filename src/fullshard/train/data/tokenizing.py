@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +61,15 @@ def fill_cache(
         groups.mkdir(parents=True, exist_ok=True)
         train, held_out = split(documents)
         tokenizer, end = _tokenizer(unfinished, train, vocab_size, given)
+        if given is not None and documents[0].is_chat:
+            make = partial(_of_chats, ChatTokenizer(given), _dtype_of(tokenizer))
+        else:
+            make = partial(_of_texts, tokenizer, end, _dtype_of(tokenizer))
         facts: dict[str, Any] = {"end": end}
         bad = BadRecords()
         with showing_progress():
             work = Operation("tokenizing", size_of(documents), "characters")
             for name, part in (("train", train), ("held_out", held_out)):
-                if given is not None and documents[0].is_chat:
-                    make = _of_chats(ChatTokenizer(given), _dtype_of(tokenizer))
-                else:
-                    make = _of_texts(tokenizer, end)
                 files = [*_groups(groups / name, part, make, work)]
                 facts[f"{name}_nbytes"] = sum(int(one) for one in _read(files, "nbytes"))
                 for one in _read(files, "bad"):
@@ -125,38 +126,30 @@ def _read(files: Sequence[Path], key: str) -> Iterator[npt.NDArray[Any]]:
             yield found[key]
 
 
-def _of_texts(tokenizer: Tokenizer, end: int) -> Callable[[Sequence[Document]], Arrays]:
-    kind = _dtype_of(tokenizer)
-
-    def make(group: Sequence[Document]) -> Arrays:
-        texts = [document.text for document in group]
-        encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
-        ids = [np.array([end, *one.ids], kind) for one in encoded]
-        nbytes = sum(len(text.encode()) for text in texts)
-        return {"tokens": np.concatenate(ids), **_beside(nbytes, BadRecords())}
-
-    return make
+def _of_texts(
+    tokenizer: Tokenizer, end: int, kind: npt.DTypeLike, group: Sequence[Document]
+) -> Arrays:
+    texts = [document.text for document in group]
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    ids = [np.array([end, *one.ids], kind) for one in encoded]
+    nbytes = sum(len(text.encode()) for text in texts)
+    return {"tokens": np.concatenate(ids), **_beside(nbytes, BadRecords())}
 
 
-def _of_chats(
-    tokenizer: ChatTokenizer, kind: npt.DTypeLike
-) -> Callable[[Sequence[Document]], Arrays]:
-    def make(group: Sequence[Document]) -> Arrays:
-        samples: list[Sample] = []
-        bad = BadRecords()
-        for document in group:
-            try:
-                samples += tokenizer.samples(document)
-            except ConfigError as error:
-                bad.add(error)
-        return {
-            "tokens": np.array([token for one in samples for token in one.tokens], kind),
-            "learned": np.array([own for one in samples for own in one.learned], np.bool_),
-            "lengths": np.array([len(one.tokens) for one in samples], np.int64),
-            **_beside(sum(one.nbytes for one in samples), bad),
-        }
-
-    return make
+def _of_chats(tokenizer: ChatTokenizer, kind: npt.DTypeLike, group: Sequence[Document]) -> Arrays:
+    samples: list[Sample] = []
+    bad = BadRecords()
+    for document in group:
+        try:
+            samples += tokenizer.samples(document)
+        except ConfigError as error:
+            bad.add(error)
+    return {
+        "tokens": np.array([token for one in samples for token in one.tokens], kind),
+        "learned": np.array([own for one in samples for own in one.learned], np.bool_),
+        "lengths": np.array([len(one.tokens) for one in samples], np.int64),
+        **_beside(sum(one.nbytes for one in samples), bad),
+    }
 
 
 def _beside(nbytes: int, bad: BadRecords) -> Arrays:

@@ -157,7 +157,9 @@ def _handing_on(workers: Sequence[_Worker]) -> Iterator[list[int]]:
 
 
 def _wait(workers: Sequence[_Worker], got: Sequence[int], *, keeps_going: bool) -> None:
-    """Wait for all workers; unless the job ``keeps_going``, end them after a failure or a signal.
+    """Wait for all workers; end them some time after a signal.
+
+    Unless the job ``keeps_going``, end them after a failure, too.
 
     ``got`` are the signals that workers got from this process.
     """
@@ -173,7 +175,7 @@ def _wait(workers: Sequence[_Worker], got: Sequence[int], *, keeps_going: bool) 
             if keeps_going and code < 0 and running:
                 name = signal.Signals(-code).name
                 print(f"fullshard: worker {rank} was ended by {name}", file=sys.stderr)
-        if keeps_going:
+        if keeps_going and not got:
             continue
         if kill_s == math.inf and (got or any(ended.values())):
             kill_s = time.monotonic() + _GRACE_S

@@ -17,12 +17,10 @@ import sys
 import threading
 import time
 import traceback
-import typing
-from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TextIO, TypeVar
+from typing import NoReturn, TextIO
 
 import fullshard
 from fullshard.errors import ConfigError, FullshardError, PeerError
@@ -46,7 +44,6 @@ from fullshard.train.run import (
 from fullshard.train.showing import showing_progress
 from fullshard.train.world import LAUNCHER, World, join_world, speaks
 
-Result = TypeVar("Result")
 Loaded = tuple[Architecture, TokenizedText]
 
 _PREPARED = "fullshard/prepared"  # key in torchrun's store
@@ -83,7 +80,7 @@ def _work(
     prepared: bool,
 ) -> None:
     text = _load_text(config, world, loaded)
-    lock = None if prepared else _together(world, lambda: _prepare_first(config, world))
+    lock = None if prepared else world.agree(lambda: _prepare_first(config, world))
     if not prepared and config.epochs is not None:
         config = dataclasses.replace(config, steps=_num_steps(config, world))
     with lock or nullcontext():
@@ -120,7 +117,7 @@ def _going_on(config: TrainConfig, world: World) -> TrainConfig:
 
 
 def _prepare_first(config: TrainConfig, world: World) -> TextIO | None:
-    """Prepare on the first worker; the other workers wait for the result in ``_together``."""
+    """Prepare on the first worker; the other workers wait for the result in ``World.agree``."""
     if not world.is_first:
         return None
     lock = prepare(config, num_workers=world.size)
@@ -147,11 +144,11 @@ def _load_ahead(config: TrainConfig) -> Loaded | None:
 
 def _load_text(config: TrainConfig, world: World, loaded: Loaded | None) -> TokenizedText:
     """Return the text, after checking that text and model are the same on all machines."""
-    architecture, text = _together(world, lambda: loaded or _load(config))
+    architecture, text = world.agree(lambda: loaded or _load(config))
     _check_same("--model", json.dumps(architecture.description(), sort_keys=True), world)
     _check_same("--data", text.key, world)
     if config.init is not None and (config.lora or not config.resume):
-        key = _together(world, partial(weights_key, Path(config.init)))
+        key = world.agree(partial(weights_key, Path(config.init)))
         _check_same("--init", key, world)
     return text
 
@@ -166,17 +163,6 @@ def _check_same(option: str, content: str, world: World) -> None:
                 f"worker {rank} reads another {option} than worker 0: it must be the same on all "
                 "machines"
             )
-
-
-def _together(world: World, do: Callable[[], Result]) -> Result:
-    """Call ``do`` on all workers; raise ``ConfigError`` on all if it refuses on any."""
-    result, refusal = None, None
-    try:
-        result = do()
-    except FullshardError as error:
-        refusal = str(error)
-    world.agree(refusal)
-    return typing.cast(Result, result)
 
 
 def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: World) -> None:

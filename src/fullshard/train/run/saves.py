@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,6 @@ from fullshard.errors import ConfigError
 from fullshard.train.config import TrainConfig
 from fullshard.train.run.best import BestMark
 from fullshard.train.run.folder import RunDir
-from fullshard.train.world import World
 
 _COPIES_NBYTES = 1 << 30  # host memory for copies of tensors, before steps overwrite them
 _COPIES = 2  # machines that hold each file in memory, or all if there are fewer
@@ -112,12 +112,12 @@ class Saves:
         """
         return life.load([*self._all, self._kept_best] if resumes else [], model, optimizer)
 
-    def forget(self, world: World) -> None:
+    def forget(self) -> None:
         """Remove the checkpoints in memory, which are on the disk too or belong to no run."""
         if self._memory is not None:
-            world.barrier()
+            dist.barrier()
             shutil.rmtree(self._memory, ignore_errors=True)
-            world.barrier()
+            dist.barrier()
 
 
 def _check_ours(folder: Path) -> None:
