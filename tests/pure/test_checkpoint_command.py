@@ -44,6 +44,8 @@ def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3] == ".unfinished-step-3-12345678: left by a job that was stopped"
     code, found = as_json(capsys, "list", root)
     assert [one["step"] for one in found["checkpoints"]] == [1, 2]
+    code, found = as_json(capsys, "list", root / "step-2")
+    assert [one["step"] for one in found["checkpoints"]] == [2] and found["others"] == []
 
 
 def test_the_folder_of_a_run_stands_for_its_checkpoints(

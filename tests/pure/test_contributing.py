@@ -64,7 +64,7 @@ WEAK = ("weakref.Weak", "Weak")
 
 
 def registries() -> set[str]:
-    """Return the module-level weak collections, and dicts that start empty."""
+    """Return the module-level weak collections, and dicts and sets that start empty."""
     found = set()
     for room in CORE:
         for path in sorted((SOURCE / room).glob("*.py")):
@@ -72,7 +72,9 @@ def registries() -> set[str]:
                 if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
                     continue
                 value = ast.unparse(node.value) if node.value is not None else ""
-                if node.target.id.startswith("_") and (value.startswith(WEAK) or value == "{}"):
+                if node.target.id.startswith("_") and (
+                    value.startswith(WEAK) or value in ("{}", "set()")
+                ):
                     found.add(f"{room}/{path.name}: {node.target.id}")
     return found
 

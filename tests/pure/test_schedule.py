@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.schedule import Action, AfterForward, Ahead, MachinePolicy, Op, UnitPolicy, UnitState
+from fullshard.schedule import AfterForward, Ahead, MachinePolicy, UnitPolicy, UnitState
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import Follows
 from tests.pure.walk import Walk
@@ -487,12 +487,6 @@ def test_a_user_holds_what_he_unsharded() -> None:
     assert walk.take() == ["fence", "unshard 0", "wait 0"]
     walk.say(when.UserReshard(0))
     assert walk.take() == ["reshard 0"]
-
-
-def test_actions_have_a_text_form_that_reads_back() -> None:
-    for op in Op:
-        action = Action(op, None if op is Op.FENCE else 3)
-        assert Action.parse(str(action)) == action
 
 
 def test_members_share_a_use_until_all_have_run() -> None:

@@ -154,6 +154,8 @@ def test_a_key_becomes_code(config: dict[str, Any], line: str) -> None:
             "sparse_attention: {'mode': 'fixed'} is not known",
         ),
         ({"gradient_clipping": "auto"}, "gradient_clipping: the Trainer chose it"),
+        ({"bf16": {"enabled": "auto"}}, "bf16: the Trainer chose it; choose it here"),
+        (zero(offload_param={"device": "auto"}), "offload_param: the Trainer chose it"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr: the Tr"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type: OneBitAdam has no counterpart"),
         ({"fp16": {"enabled": True, "hysteresis": 2}}, "fp16.hysteresis: ShardedGradScaler has no"),

@@ -20,7 +20,7 @@ from fullshard.errors import AssertedConfigError, ConfigError, FullshardError, U
 from fullshard.wrap.units import (
     Ignored,
     WantedUnit,
-    check_frozen_apart,
+    check_alike,
     check_tied_together,
     replace_children,
     units_of,
@@ -399,7 +399,7 @@ def test_frozen_beside_trainable_is_refused_where_torch_does(
         return False
 
     def by_us() -> str:
-        return message_of(ConfigError, check_frozen_apart, model, units)
+        return message_of(ConfigError, check_alike, model, units)
 
     message = by_us()
     assert bool(message) == by_torch()
@@ -414,9 +414,21 @@ def test_ignored_parameters_may_be_frozen_anywhere() -> None:
         param.requires_grad_(False)
     units = units_of(model, ours.ModuleWrapPolicy({Inner}))
     with pytest.raises(ConfigError, match=r"unit outer\.0\.parts\.a \(Inner\) has frozen"):
-        check_frozen_apart(model, units)
-    check_frozen_apart(model, units, Ignored.of(params=frozen))
-    check_frozen_apart(model, units, Ignored.of([model.outer[0].parts.a.mlp]))
+        check_alike(model, units)
+    check_alike(model, units, Ignored.of(params=frozen))
+    check_alike(model, units, Ignored.of([model.outer[0].parts.a.mlp]))
+
+
+def test_a_unit_that_shows_one_parameter_has_one_dtype() -> None:
+    model = Model()
+    model.outer[0].parts.a.mlp.to(torch.bfloat16)
+    units = units_of(model, ours.ModuleWrapPolicy({Inner}))
+    message = message_of(ConfigError, check_alike, model, units)
+    assert "unit outer.0.parts.a (Inner) has bfloat16 parameters (outer.0.parts.a.mlp" in message
+    assert " and float32 parameters (" in message and "use_orig_params=True" in message
+    for param in model.outer[0].parts.a.parameters():
+        param.data = param.data.to(torch.bfloat16)
+    check_alike(model, units)
 
 
 # Replacing modules.

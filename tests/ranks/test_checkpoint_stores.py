@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import shutil
 import sys
@@ -18,8 +19,15 @@ from torch import nn
 
 from fullshard import checkpoint
 from fullshard.checkpoint.format.manifest import MANIFEST, digest_of
+from fullshard.checkpoint.weights import save
 from fullshard.cli import main
-from fullshard.errors import CheckpointError, ConfigError, FullshardError, StorageError
+from fullshard.errors import (
+    CheckpointError,
+    ConfigError,
+    FullshardError,
+    LostRankError,
+    StorageError,
+)
 from tests.kit.checkpoint_files import alone, built, everything, same
 from tests.ranks import object_kills
 from tests.ranks.models import noise
@@ -89,6 +97,17 @@ def to_version_1(path: Path) -> None:
         file["digest"], file["nbytes"] = digest_of(header), len(header) + start
     body = json.dumps({**manifest, "version": 1}, separators=(",", ":"))
     (path / MANIFEST).write_text(f'{body[:-1]},"digest":"{digest_of(body.encode())}"}}\n')
+
+
+def test_a_folder_and_its_copy_in_a_store_are_one_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = alone(1)
+    disk = checkpoint.Checkpointer(tmp_path / "disk")
+    disk.save(model, optimizer, step=1)
+    shutil.copytree(tmp_path / "disk", tmp_path / "store")
+    both = [disk, checkpoint.Checkpointer(url_of(tmp_path / "store"))]
+    for order in (both, both[::-1]):
+        loaded = checkpoint.load_newest(order, model, optimizer)
+        assert loaded is not None and loaded.step == 1
 
 
 def test_files_of_a_folder_load_from_a_store_and_the_other_way_round(tmp_path: Path) -> None:
@@ -509,6 +528,28 @@ def weights_with_trouble(folder: Path, kind: str, rank: int) -> str:
     other, _ = built("ragged", 2)
     checkpoint.load_weights(other, url_of(folder))
     return str(caught.value)
+
+
+def test_weights_given_up_between_two_parts_leave_nothing(tmp_path: Path) -> None:
+    """The store's library would finish the upload of a file that is dropped."""
+    model, _ = alone(1)
+    sent = []
+
+    def lost(*_: Any) -> Any:
+        sent.append(1)
+        if len(sent) == 2:
+            raise LostRankError("rank 1 ended")
+        return exchange(*_)
+
+    exchange = save.all_to_all_bytes
+    with (
+        mock.patch.object(save, "all_to_all_bytes", lost),
+        mock.patch.object(save, "_BUFFER_NBYTES", 1 << 15),
+        pytest.raises(LostRankError),
+    ):
+        checkpoint.save_weights(model, url_of(tmp_path / "weights"))
+    gc.collect()
+    assert len(sent) == 2 and objects(tmp_path / "weights") == {}
 
 
 @pytest.mark.parametrize(("kind", "rank"), [("put", 0), ("part", 1), ("put answered", 1)])

@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+import fullshard
+from fullshard._torch import mesh as _mesh
+from fullshard.comm import flattened
 from tests.ranks.autograd import engine_of
 from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
 from tests.ranks.pool import on_ranks
@@ -92,3 +97,33 @@ def test_a_destroyed_group_is_gone() -> None:
     gc.collect()
     alive = [reference() is not None for reference in references]
     assert not any(alive[1:]), alive  # DTensor's caches keep the first mesh
+
+
+@on_ranks(2)
+def test_a_group_that_was_flattened_is_gone() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group, alone = dist.new_group(), dist.new_subgroups(1)[0]
+    ranks = torch.arange(world).view(world, 1)
+    mesh = DeviceMesh.from_group([group, alone], "cpu", mesh=ranks, mesh_dim_names=("a", "b"))
+    assert flattened(mesh).get_group() is group and flattened(mesh).get_local_rank() == rank
+    reference = weakref.ref(group)
+    for one in (group, alone):
+        dist.destroy_process_group(one)
+    del group, alone, mesh, one
+    gc.collect()
+    assert reference() is None
+
+
+@on_ranks(2)
+def test_operations_stay_when_a_model_on_an_equal_mesh_goes() -> None:
+    one, other = (init_device_mesh("cpu", (2,), mesh_dim_names=("equal",)) for _ in range(2))
+    first = shard(make(), mesh=one)
+    second = fullshard.fully_shard(nn.Linear(9, 11), mesh=other)
+    weight = second.weight
+    del first, one
+    _mesh.forget_meshes()  # DTensor's caches may hold the first mesh
+    gc.collect()
+    with torch.no_grad():
+        weight[1].fill_(7.0)  # PyTorch's own DTensor writes to a copy
+    assert isinstance(weight, DTensor)
+    assert (weight.full_tensor()[1] == 7.0).all()

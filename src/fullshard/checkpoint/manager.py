@@ -222,7 +222,7 @@ def load_newest(
             for its in folders.numbered()
         ]
     failure: CheckpointError | None = None
-    for its, path, machines, is_shared in sorted(found, reverse=True):
+    for its, path, machines, is_shared in sorted(found, key=lambda one: one[0], reverse=True):
         council = Council(f"load {path}", "load", "a checkpoint")
         load = partial(load_from, council, path=path, model=model, strict=strict)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,8 +46,12 @@ def list_command(path: Root, *, as_json: AsJson = False) -> None:
     place = _place(path)
     best = read_best(RunDir(place)) if isinstance(place, Path) else None
     place = _of_run(place)
+    folders = _folders(place)
     complete = list_checkpoints(place)
-    others = [one.name for one in _folders(place) if one not in {info.path for info in complete}]
+    if folders == [place]:
+        with suppress(CheckpointError):
+            complete = [inspect(place)]
+    others = [one.name for one in folders if one not in {info.path for info in complete}]
     if as_json:
         found: dict[str, Any] = {"checkpoints": [_as_dict(info) for info in complete]}
         if best is not None:

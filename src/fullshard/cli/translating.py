@@ -284,7 +284,8 @@ def _apply(program: Program, flat: Mapping[str, Any], rules: Mapping[str, Rule])
         if key in _SILENT or value in ({}, None, ""):
             continue
         if key in rules:
-            if value == _AUTO:
+            is_section = isinstance(value, Mapping)
+            if _AUTO == (value.get("enabled", value.get("device")) if is_section else value):
                 program.notes[key] = "the Trainer chose it; choose it here"
             else:
                 rules[key](program, key, value)

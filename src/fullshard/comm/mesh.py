@@ -155,21 +155,21 @@ def mesh_of_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """Return all ranks of ``mesh``, in ascending order, as a 1-D mesh; the same at every call.
+    """Return all ranks of ``mesh``, in ascending order, as a 1-D mesh; an equal one at every call.
 
     The first call for a mesh with several dims of more than one rank makes a process group, a
     collective of its ranks, unless the mesh has all ranks there are.
     """
     dims = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     first = mesh.get_group(dims[0] if dims else 0)
+    if len(dims) < 2:
+        return mesh_of_group(first, mesh.device_type)
     ranks = sorted(mesh.mesh.flatten().tolist())
     known = _flat_of_group.setdefault(first, {})
     flat = known.get((mesh.device_type, *ranks))
     if flat is None:
         group = dist.group.WORLD
-        if len(dims) < 2:
-            group = first
-        elif group is None or len(ranks) < group.size():
+        if group is None or len(ranks) < group.size():
             group = _new_group(ranks, like=first, device_type=mesh.device_type)
         flat = known[mesh.device_type, *ranks] = mesh_of_group(group, mesh.device_type)
     return flat

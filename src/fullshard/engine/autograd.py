@@ -233,22 +233,18 @@ class _PassedBy:
     """A hook on an input that a unit returns: backward, once here, watches for the task's end."""
 
     def __init__(self, backward: Backward) -> None:
-        self._backward = weakref.ref(backward)
+        self.backward = weakref.ref(backward)
 
     def __call__(self, grad: Tensor) -> None:
-        backward = self._backward()
+        backward = self.backward()
         if backward is not None:
             backward.task()
-
-    def is_of(self, backward: Backward) -> bool:
-        """Return whether the hook reports to ``backward``."""
-        return self._backward() is backward
 
 
 def _is_watched(tensor: Tensor, backward: Backward) -> bool:
     """Return whether a leaf, which lives from step to step, has such a hook already."""
     hooks = _autograd.grad_hooks(tensor) if tensor.is_leaf else ()
-    return any(isinstance(hook, _PassedBy) and hook.is_of(backward) for hook in hooks)
+    return any(isinstance(hook, _PassedBy) and hook.backward() is backward for hook in hooks)
 
 
 @dataclass(slots=True)

@@ -303,13 +303,12 @@ class Engine:
         self.check_carrier_runs(unit)
         task = self.backward.task()
         if task == NO_TASK:  # otherwise a thread of autograd, in which no optimizer steps
-            here = threading.get_ident()
-            if self.steps.thread != here and self._is_in_forward_elsewhere():
+            if self._is_in_forward_elsewhere():
                 raise BusyError(
                     f"a forward of unit {unit.shown_name} was called while another thread is in a "
                     "forward of the model. Call the model from one thread at a time"
                 )
-            self.steps.thread = here
+            self.steps.thread = threading.get_ident()
         if self.scheduler.idle:
             self.retained.free()
             check_lent_alike(self.units, "a forward")
@@ -337,23 +336,16 @@ class Engine:
             use = self._uses.get(unit.key)
             if use is None or not use.running:
                 return  # another hook failed before ours, so the member never entered
-            is_refused = (
-                self.steps.thread != threading.get_ident() and self._is_in_forward_elsewhere()
-            )
-            if is_refused and _autograd.current_task() == NO_TASK:
-                return
-            self._leave(unit, member, use, outputs, failed=failed)
-
-    def _leave(
-        self, unit: Unit, member: int, use: Use, outputs: Iterable[Tensor], *, failed: bool
-    ) -> None:
-        inside = self.units if unit.num_inside else [unit]
-        follows = use.end(() if failed else outputs, self.scheduler.last_use, inside)
-        if failed:
-            follows = Follows.NOTHING
-        if follows is Follows.HIDDEN and _autograd.current_task() == NO_TASK:
-            self.retained.warn(unit)
-        self._exit(unit, member, follows, failed=failed)
+            outside = _autograd.current_task() == NO_TASK
+            if outside and self._is_in_forward_elsewhere():
+                return  # it was refused
+            inside = self.units if unit.num_inside else [unit]
+            follows = use.end(() if failed else outputs, self.scheduler.last_use, inside)
+            if failed:
+                follows = Follows.NOTHING
+            if follows is Follows.HIDDEN and outside:
+                self.retained.warn(unit)
+            self._exit(unit, member, follows, failed=failed)
 
     def _is_in_forward_elsewhere(self) -> bool:
         """Return whether another thread, which still lives, is in a forward outside of backward."""
@@ -462,19 +454,14 @@ class Engine:
                         raise
                     failure = failure or error
                     is_apart = not isinstance(failure, ProtocolError)
-            if not is_apart:
-                self._read_presence()
+            if not is_apart and self._unread and not self.scheduler.in_backward:
+                unread, self._unread = self._unread, []
+                resolve_presence(dict.fromkeys(unread), self.lanes)
             if failure is not None:
                 raise failure
             if to_the_end and self.scheduler.idle:
                 # a CUDA graph of a step must end with lanes joined
                 self.lanes.join(Lane.COMPUTE, Lane.GATHER)
-
-    def _read_presence(self) -> None:
-        """Read the other ranks' presence flags after backward."""
-        if self._unread and not self.scheduler.in_backward:
-            unread, self._unread = self._unread, []
-            resolve_presence(dict.fromkeys(unread), self.lanes)
 
     def _act_observed(self, action: Action) -> None:
         assert self.observer is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import compress, count
 from typing import Any
 
@@ -121,7 +121,7 @@ class FlatParameter:
         if self.param.grad is None:
             self.set_gradients(flat, present)
         else:
-            self._own(self.param.grad.add_(flat), {*self._present(), *_numbers(present)})
+            self._own(self.param.grad.add_(flat), {*self._present(), *compress(count(), present)})
 
     def set_gradients(self, flat: Tensor, present: Sequence[bool]) -> None:
         """Set the gradient to ``flat``, zero in absent pieces; to None if no piece is present."""
@@ -133,12 +133,8 @@ class FlatParameter:
         else:
             self.param.grad.copy_(flat)
         assert self.param.grad is not None
-        self._own(self.param.grad, set(_numbers(present)))
+        self._own(self.param.grad, set(compress(count(), present)))
 
     def _own(self, grad: Tensor, present: set[int]) -> None:
         # Weak: the engine reuses the memory of gradients that users have dropped.
         self._own_grad, self._with_grad = weakref.ref(grad), present
-
-
-def _numbers(present: Sequence[bool]) -> Iterator[int]:
-    return compress(count(), present)

@@ -46,11 +46,6 @@ class GradShard:
         self._unheld = self._counted()
 
     @property
-    def is_small(self) -> bool:
-        """True if the gradients are small enough to keep for the next step."""
-        return self.flat.nbytes <= _KEPT_NBYTES * len(self.shown)
-
-    @property
     def flags(self) -> Tensor:
         """See ``Reduced.flags``."""
         return self.reduced.flags(self.flat)
@@ -86,7 +81,8 @@ class ReducedSets:
                 if len(self._known) >= _MOST_SETS:
                     self._known.clear()
                 known = self._known[indices] = Reduced.of(self._spec, indices, self._meter)
-            known.is_agreed = known.is_all  # the wire notices if other ranks reduce fewer
+            # The wire notices if other ranks reduce fewer.
+            known.is_agreed = len(indices) == len(known.names)
             self.now = known
         return self.now
 
@@ -96,7 +92,7 @@ class ReducedSets:
         if last is not None and last.reduced is self.now and last.is_free():
             return last
         new = GradShard(self.now, torch.empty(numel, dtype=dtype, device=device))
-        self._last = new if new.is_small else None
+        self._last = new if new.flat.nbytes <= _KEPT_NBYTES * len(new.shown) else None
         return new
 
 

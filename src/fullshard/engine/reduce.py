@@ -43,9 +43,6 @@ class Waiting:
     prior: frozenset[int] = frozenset()
     """Indices of all parameters that may have such gradients; the same on all ranks."""
 
-    def __bool__(self) -> bool:
-        return self.pending is not None or self.partial is not None
-
     def clear(self) -> None:
         """Forget all waiting gradients."""
         self.pending, self.partial, self.prior = None, None, frozenset()
@@ -299,7 +296,8 @@ class Gradients:
                     row.narrow(0, start, length).zero_()  # so that norms ignore the padding
                 policy.hook(row[: spec.layout.shard_numel])
         if policy.divide_by is not None:
-            row.mul_(spec.comm.world * spec.num_copies / policy.divide_by)
+            copies = 1 if spec.replicas is None else spec.replicas.world
+            row.mul_(spec.comm.world * copies / policy.divide_by)
 
     def _end(self, reduction: _Reduction) -> None:
         """Make computation wait for the reduction, and free the buffer that was reduced."""

@@ -47,11 +47,6 @@ class Reduced:
         return cls(indices, spec, names, meter)
 
     @property
-    def is_all(self) -> bool:
-        """True if these are all parameters of the bucket."""
-        return len(self.indices) == len(self.names)
-
-    @property
     def row(self) -> int:
         """Number of elements of one rank's slice, flags included; the same for every dtype."""
         return self.spec.layout.shard_numel + num_flags(len(self.names))

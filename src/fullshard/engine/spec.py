@@ -181,11 +181,6 @@ class BucketSpec:
         return encoded(self.comm, codec, watch=partial(self.wire_check.look, "gathered"))
 
     @property
-    def num_copies(self) -> int:
-        """Number of copies of all parameters; gradients are averaged over copies and shards."""
-        return 1 if self.replicas is None else self.replicas.world
-
-    @property
     def segments(self) -> tuple[Segment, ...]:
         """This rank's segment of each parameter."""
         return self.layout.segments_of(self.comm.rank)

@@ -17,7 +17,7 @@ from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.ownership import unit_of
 from fullshard.wrap.units import (
     Ignored,
-    check_frozen_apart,
+    check_alike,
     check_tied_together,
     replace_children,
     units_of,
@@ -177,14 +177,14 @@ def wrap_inside(
 
     Raises:
         ConfigError: without ``use_orig_params``, if a unit has both frozen and trainable
-            parameters; with a policy, if there are units inside already, or two units would share
-            a parameter.
+            parameters, or several dtypes; with a policy, if there are units inside already, or two
+            units would share a parameter.
     """
     inside = {name: one for name, one in module.named_modules() if unit_of(one) is not None}
     if policy is None:
         if not use_orig_params:
             apart = Ignored.of([*ignored.modules, *inside.values()], ignored.params)
-            check_frozen_apart(module, [], apart)
+            check_alike(module, [], apart)
         return
     if inside:
         raise ConfigError(
@@ -200,7 +200,7 @@ def wrap_inside(
     )
     check_tied_together(module, units, ignored)
     if not use_orig_params:
-        check_frozen_apart(module, units, ignored)
+        check_alike(module, units, ignored)
     alone = {type(unit.module).__name__ for unit in units if isinstance(unit.module, tuple(single))}
     if alone:
         warnings.warn(

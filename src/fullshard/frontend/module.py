@@ -32,8 +32,6 @@ class PendingGradient(NamedTuple):
 
 def _pending_in(bucket: Bucket) -> Iterator[tuple[nn.Parameter, PendingGradient]]:
     waiting = bucket.waiting
-    if not waiting:
-        return
     whole = waiting.pending or [None] * len(bucket.sharded_params)
     partial = _partial_pieces(bucket, waiting.partial)
     for param, unreduced, piece in zip(bucket.sharded_params, whole, partial, strict=True):

@@ -50,12 +50,7 @@ class Problem:
 
 def common_multiple(numbers: Iterable[int], most: int) -> int:
     """Return the least common multiple of `numbers`, or ``most + 1`` if it is more than `most`."""
-    multiple = 1
-    for number in set(numbers):
-        multiple = math.lcm(multiple, number)
-        if multiple > most:
-            return most + 1
-    return multiple
+    return min(math.lcm(*numbers), most + 1)
 
 
 def earliest(at: int, size: int, block: int, shard: int) -> int:

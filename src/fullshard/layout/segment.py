@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +104,8 @@ class Band:
 
     def segment_of(self, rank: int) -> Segment:
         """Return the segment of `rank`, which must be in this band."""
-        alike = self.segment
-        start = alike.start + (rank - self.first_rank) * alike.length
-        return Segment(
-            alike.param, start, alike.length, alike.count, alike.step, alike.shard_offset
-        )
+        start = self.segment.start + (rank - self.first_rank) * self.segment.length
+        return replace(self.segment, start=start)
 
     def copy(self, row: int) -> StridedCopy:
         """Return the box that holds this band's elements, for staging slices of `row` elements."""
@@ -141,15 +138,7 @@ def joined(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
     result: list[StridedCopy] = []
     for copy in copies:
         if result and _adjoins(result[-1], copy):
-            before = result[-1]
-            result[-1] = StridedCopy(
-                param=before.param,
-                sizes=(before.sizes[0] + copy.sizes[0],),
-                param_offset=before.param_offset,
-                param_strides=(1,),
-                staging_offset=before.staging_offset,
-                staging_strides=(1,),
-            )
+            result[-1] = replace(result[-1], sizes=(result[-1].sizes[0] + copy.sizes[0],))
         else:
             result.append(copy)
     return result

@@ -71,17 +71,6 @@ class Action:
     def __str__(self) -> str:
         return self.op.value if self.unit is None else f"{self.op.value} {self.unit}"
 
-    @staticmethod
-    def parse(text: str) -> Action:
-        """Return the interned action whose text form, ``str(action)``, is ``text``."""
-        op, _, unit = text.partition(" ")
-        return _intern(Op(op), int(unit) if unit else None)
-
-
-@cache
-def _intern(op: Op, unit: int | None) -> Action:
-    return Action(op, unit)
-
 
 @cache
 def actions_of(unit: int) -> Any:
@@ -89,7 +78,7 @@ def actions_of(unit: int) -> Any:
 
     A unit looks its actions up once instead of building them at each step.
     """
-    return SimpleNamespace(**{op.value: _intern(op, unit) for op in Op})
+    return SimpleNamespace(**{op.value: Action(op, unit) for op in Op})
 
 
-FENCE = _intern(Op.FENCE, None)
+FENCE = Action(Op.FENCE)

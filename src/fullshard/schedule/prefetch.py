@@ -11,39 +11,6 @@ from fullshard.schedule.state import Ahead, Hold
 _UNORDERED = sys.maxsize
 
 
-class UnitOrder:
-    """A sequence of unit keys and a position in it.
-
-    The position follows the units that are really entered; an unknown unit does not move it.
-    """
-
-    def __init__(self, units: Sequence[int] = ()) -> None:
-        self.units = tuple(units)
-        self.next = 0
-
-    def rewind(self) -> None:
-        """Start again at the first unit."""
-        self.next = 0
-
-    def advance(self, unit: int) -> int:
-        """Move past ``unit``, which was entered, and return its position (-1: not predicted)."""
-        for start in (self.next, 0):  # search ahead first, then from the start: a second pass
-            try:
-                found = self.units.index(unit, start)
-            except ValueError:
-                continue
-            self.next = found + 1
-            return found
-        return -1
-
-    def following(self, unit: int) -> tuple[int, int] | None:
-        """Return position and key of the next unit other than ``unit``, None if there is none."""
-        for position in range(self.next, len(self.units)):
-            if self.units[position] != unit:
-                return position, self.units[position]
-        return None
-
-
 class Prefetcher:
     """A guesser for one direction: gathers the units expected next, drops those that never came.
 
@@ -53,22 +20,23 @@ class Prefetcher:
 
     def __init__(self, residents: Residents) -> None:
         self._residents = residents
-        self._order = UnitOrder()
+        self._order: tuple[int, ...] = ()
+        self._next = 0  # follows the units really entered; an unknown unit does not move it
         self._guesses: dict[int, int] = {}  # unit -> position in the order
         self._due: int | None = None  # the unit whose end triggers the next guess
 
     def follow(self, units: Sequence[int]) -> None:
         """Predict with this order from now on."""
-        self._order = UnitOrder(units)
+        self._order, self._next = tuple(units), 0
 
     def rewind(self) -> None:
         """Start the pass again at the first unit."""
-        self._order.rewind()
+        self._next = 0
 
     @property
     def is_blind(self) -> bool:
         """True if neither a learned order nor the user says which unit comes next."""
-        return not self._order.units and not self._guesses
+        return not self._order and not self._guesses
 
     def met(
         self,
@@ -83,7 +51,7 @@ class Prefetcher:
 
         If the user named units in ``told``, gather those; they never count as skipped.
         """
-        position = self._order.advance(unit)
+        position = self._advance(unit)
         if self._guesses:
             self._guesses.pop(unit, None)
             for skipped in [key for key, guess in self._guesses.items() if guess < position]:
@@ -107,16 +75,29 @@ class Prefetcher:
         for unit in tuple(self._guesses):
             self._drop(unit, out)
 
+    def _advance(self, unit: int) -> int:
+        """Move past ``unit``, which was entered, and return its position (-1: not predicted)."""
+        for start in (self._next, 0):  # search ahead first, then from the start: a second pass
+            try:
+                found = self._order.index(unit, start)
+            except ValueError:
+                continue
+            self._next = found + 1
+            return found
+        return -1
+
     def _guess_more(self, current: int, budget: int | None, out: Actions) -> None:
-        if budget is None:
-            following = self._order.following(current)
-            if following is not None:
-                self._guess(*following, out)
-            return
         order, states = self._order, self._residents.units
+        ahead = range(self._next, len(order))
+        if budget is None:
+            for position in ahead:
+                if order[position] != current:
+                    self._guess(position, order[position], out)
+                    return
+            return
         free_nbytes = budget - self._residents.held_nbytes()
-        for position in range(order.next, len(order.units)):
-            unit = order.units[position]
+        for position in ahead:
+            unit = order[position]
             if states[unit].is_held:
                 continue
             free_nbytes -= states[unit].moved_nbytes

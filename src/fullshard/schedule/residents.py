@@ -62,7 +62,7 @@ class Residents:
         if not state.is_held or state.generation == self.generation or (state.holds & IN_USE):
             return
         if state.residency is _GATHERING:
-            self._finish(state, out)
+            self._move(state, _UNSHARDED, "finish_gather", out)
         self.gather(state, out)
 
     def gather(self, state: UnitState, out: Actions) -> None:
@@ -79,10 +79,7 @@ class Residents:
 
     def wait(self, state: UnitState, out: Actions) -> None:
         """Finish unsharding the unit, or show it again if it was concealed."""
-        state.move(_UNSHARDED)
-        out.append(state.do.wait)
-        for one in state.carries:
-            self.wait(one, out)
+        self._move(state, _UNSHARDED, "wait", out)
 
     def retain(self, state: UnitState, out: Actions) -> None:
         """Keep the unit's memory when it is resharded: a graph that we do not see may read it.
@@ -108,11 +105,13 @@ class Residents:
                 self._drop_secondary(state, out)
             return
         if state.residency is _GATHERING:
-            self._finish(state, out)  # a collective may still write into the buffer
+            self._move(
+                state, _UNSHARDED, "finish_gather", out
+            )  # a collective may still write into the buffer
         if not state.holds:
             self._free(state, out, to_secondary=to_secondary)
         elif state.residency is _UNSHARDED:
-            self._conceal(state, out)
+            self._move(state, _CONCEALED, "conceal", out)
 
     def put_off(self, state: UnitState, out: Actions, *, to_secondary: bool) -> None:
         """Add a hold so that the unit is freed only once the next gather has begun.
@@ -163,17 +162,10 @@ class Residents:
         for key, state in self.units.items():
             state.carries = tuple(reversed(carried[key]))
 
-    def _finish(self, state: UnitState, out: Actions) -> None:
-        state.move(_UNSHARDED)
-        out.append(state.do.finish_gather)
-        for one in state.carries:
-            self._finish(one, out)
-
-    def _conceal(self, state: UnitState, out: Actions) -> None:
-        state.move(_CONCEALED)
-        out.append(state.do.conceal)
-        for one in state.carries:
-            self._conceal(one, out)
+    def _move(self, state: UnitState, to: Residency, action: str, out: Actions) -> None:
+        for one in (state, *state.carries):
+            one.move(to)
+            out.append(getattr(one.do, action))
 
     def _free(self, state: UnitState, out: Actions, *, to_secondary: bool) -> None:
         self._held_nbytes -= state.nbytes

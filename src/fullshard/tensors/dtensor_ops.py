@@ -13,7 +13,6 @@ clears its padding row. Here ``w[i]`` is a ``GatheredView``, which passes writes
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -270,7 +269,8 @@ _HANDLERS: dict[Any, Handler] = {
     **_VIEW_HANDLERS,
     **WRITE_HANDLERS,
 }
-_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+_meshes: set[int] = set()
+"""Hashes of meshes. Any number of meshes may be equal, so one that is freed takes no hash along."""
 
 
 def handle_ops_on(mesh: DeviceMesh) -> None:
@@ -281,7 +281,7 @@ def handle_ops_on(mesh: DeviceMesh) -> None:
     if not _meshes:
         for op in _HANDLERS:
             _dtensor.handle_dtensor_op(op, _dispatch)
-    _meshes.add(mesh)
+    _meshes.add(hash(mesh))
 
 
 def handle_mixed_lists() -> None:
@@ -305,6 +305,6 @@ def _dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
 
 def _is_ours(tensor: DTensor) -> bool:
     mesh = tensor.device_mesh
-    if mesh not in _meshes or mesh.get_coordinate() is None:
+    if hash(mesh) not in _meshes or mesh.get_coordinate() is None:
         return False
     return not (tensor.is_meta or _memory.is_fake(_dtensor.local_of(tensor)))

@@ -231,27 +231,28 @@ def check_tied_together(
             )
 
 
-def check_frozen_apart(
-    root: nn.Module, units: Sequence[WantedUnit], ignored: Ignored = Ignored()
-) -> None:
-    """Refuse units, including ``root``, that have both frozen and trainable parameters.
+def check_alike(root: nn.Module, units: Sequence[WantedUnit], ignored: Ignored = Ignored()) -> None:
+    """Refuse units, including ``root``, with frozen and trainable parameters or several dtypes.
 
     Call this for ``use_orig_params=False``, where a unit shows a single parameter.
 
     Raises:
         ConfigError: if there is such a unit; names the unit and its parameters.
     """
-    by_unit: dict[WantedUnit, tuple[list[str], list[str]]] = {}
+    by_unit: dict[WantedUnit, tuple[dict[str, list[str]], dict[str, list[str]]]] = {}
     for unit, name, param in _managed(root, units, ignored):
-        by_unit.setdefault(unit, ([], []))[param.requires_grad].append(name)
-    for unit, (frozen, trainable) in by_unit.items():
-        if frozen and trainable:
-            raise ConfigError(
-                f"unit {unit.name or '(root)'} ({type(unit.module).__name__}) has frozen "
-                f"parameters ({listed(frozen, 5)}) and trainable ones ({listed(trainable, 5)}), "
-                "but with use_orig_params=False it shows them as one; make them units of their "
-                "own, or set use_orig_params=True"
-            )
+        by_use, by_dtype = by_unit.setdefault(unit, ({}, {}))
+        by_use.setdefault("trainable" if param.requires_grad else "frozen", []).append(name)
+        by_dtype.setdefault(f"{param.dtype}".removeprefix("torch."), []).append(name)
+    for unit, found in by_unit.items():
+        for kinds in found:
+            if len(kinds) > 1:
+                each = (f"{kind} parameters ({listed(kinds[kind], 5)})" for kind in sorted(kinds))
+                raise ConfigError(
+                    f"unit {unit.name or '(root)'} ({type(unit.module).__name__}) has "
+                    f"{' and '.join(each)}, but with use_orig_params=False it shows them as one; "
+                    "make them units of their own, or set use_orig_params=True"
+                )
 
 
 def check_read_together(root: nn.Module, units: Sequence[WantedUnit]) -> None:

@@ -54,8 +54,8 @@ def differences(path: AnyPlace, other: AnyPlace) -> Iterator[tuple[str, str]]:
 def whole_tensor(path: Place, manifest: Manifest, name: str) -> Tensor:
     """Return all of a tensor, flat."""
     entry = manifest.entry(name)
-    memory = torch.empty(entry.numel, dtype=dtype_of(entry.dtype))
-    wanted = {name: WantedPart(whole(entry.shape), memory)}
-    with Reader(in_folder(path), manifest, wanted) as reader:
+    region = whole(entry.shape)
+    memory = torch.empty(region.numel, dtype=dtype_of(entry.dtype))
+    with Reader(in_folder(path), manifest, {name: WantedPart(region, memory)}) as reader:
         reader.read([])
     return memory

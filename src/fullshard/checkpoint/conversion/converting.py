@@ -45,6 +45,7 @@ from fullshard.checkpoint.format import (
     unfinished_at,
 )
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.layout import round_up
 from fullshard.progress import Operation
 
 
@@ -212,15 +213,16 @@ def _state_of(
 ) -> Iterator[dict[str, Any]]:
     """Give the dictionary that PyTorch saves; its tensors are in a temporary file in ``folder``."""
     with tempfile.TemporaryFile(dir=folder) as file:
-        sizes = [_aligned(leaf) for leaf in found.leaves.values()]
-        file.truncate(sum(sizes) + 1)
+        sizes = [round_up(leaf.nbytes, 64) for leaf in found.leaves.values()]
+        # Not ``truncate``: in memory without space behind it, a write kills the process.
+        os.posix_fallocate(file.fileno(), 0, sum(sizes) + 1)
         memory = memoryview(mmap.mmap(file.fileno(), 0))
         end = 0
 
         def kept(leaf: Leaf) -> Tensor:
             nonlocal end
             tensor = leaf.read()
-            start, end = end, end + _aligned(leaf)
+            start, end = end, end + round_up(leaf.nbytes, 64)
             more(tensor.nbytes)
             if not tensor.numel():
                 return tensor
@@ -238,11 +240,6 @@ def _state_of(
             state["optim"] = {"state": kept_state, "param_groups": found.groups}
         state[EXTRA] = json.dumps(encode(found.extra, "extra"), allow_nan=False)
         yield state
-
-
-def _aligned(leaf: Leaf) -> int:
-    """Return the bytes of a tensor, and those after it, so that the next one is aligned."""
-    return -(-leaf.nbytes // 64) * 64
 
 
 _WRITERS = {"fullshard": _write_ours, "dcp": _write_dcp, "torch": _write_file}

@@ -56,7 +56,6 @@ from fullshard.checkpoint.format.manifest import (
     FileInfo,
     FilePart,
     Manifest,
-    digest_in,
     digest_of,
 )
 from fullshard.checkpoint.format.placement import Grid, TensorEntry

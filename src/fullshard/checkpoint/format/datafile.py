@@ -26,8 +26,8 @@ import xxhash
 from torch import Tensor
 
 from fullshard.checkpoint.format.manifest import FileInfo, FilePart, digest_of
-from fullshard.checkpoint.format.places import ObjectUrl, Place, new_file
-from fullshard.errors import CheckpointError, ProtocolError, StorageError, UnsupportedError
+from fullshard.checkpoint.format.places import ObjectUrl, Place, damage, new_file
+from fullshard.errors import CheckpointError, ProtocolError, UnsupportedError
 
 Divided = TypeVar("Divided")
 
@@ -420,7 +420,7 @@ class DataFile:
             read: called with the bytes of each piece that was read.
         """
         for name in dict.fromkeys((*expected, *self._stored)):
-            try:
+            with damage() as problems:
                 if name in expected or not name.startswith(PADDING):
                     self._check(name in expected, f"has {name}, which the manifest has not")
                     self.check(name, dtype_of(expected[name].dtype), expected[name].shape)
@@ -430,10 +430,7 @@ class DataFile:
                     self.read(name, start, torch.empty(size, dtype=torch.uint8))
                     if read is not None:
                         read(size)
-            except StorageError:
-                raise
-            except CheckpointError as error:
-                yield str(error)
+            yield from problems
 
     def _read_header(self, info: FileInfo) -> None:
         size = self._file.nbytes

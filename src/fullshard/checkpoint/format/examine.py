@@ -25,7 +25,7 @@ from torch.distributed.tensor import Placement
 
 from fullshard.checkpoint.format.datafile import Bytes, DataFile, LocalFile, ObjectFile
 from fullshard.checkpoint.format.manifest import MANIFEST, FileInfo, Manifest
-from fullshard.checkpoint.format.places import AnyPlace, ObjectUrl, Place, place_of
+from fullshard.checkpoint.format.places import AnyPlace, ObjectUrl, Place, damage, place_of
 from fullshard.errors import CheckpointError, StorageError
 from fullshard.progress import Operation
 
@@ -89,31 +89,22 @@ def read_manifest(path: Place) -> Manifest:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    data = _manifest_bytes(path)
+    if isinstance(path, ObjectUrl):
+        data = (path / MANIFEST).read_if_there()
+        if data is None:
+            raise CheckpointError(
+                f"{path}: no manifest: no checkpoint is at this URL, or its save did not finish"
+            )
+    else:
+        try:
+            data = (path / MANIFEST).read_bytes()
+        except OSError as error:
+            why = "there is no such folder" if not path.is_dir() else f"no manifest ({error})"
+            raise CheckpointError(f"{path}: {why}") from error
     try:
         return Manifest.from_json(data)
     except CheckpointError as error:
         raise CheckpointError(f"{path / MANIFEST}: {error}") from error
-
-
-def _manifest_bytes(path: Place) -> bytes:
-    """Return the manifest of the checkpoint at ``path``, which may be damaged.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if isinstance(path, ObjectUrl):
-        found = (path / MANIFEST).read_if_there()
-        if found is None:
-            raise CheckpointError(
-                f"{path}: no manifest: no checkpoint is at this URL, or its save did not finish"
-            )
-        return found
-    try:
-        return (path / MANIFEST).read_bytes()
-    except OSError as error:
-        why = "there is no such folder" if not path.is_dir() else f"no manifest ({error})"
-        raise CheckpointError(f"{path}: {why}") from error
 
 
 def list_checkpoints(root: AnyPlace) -> list[CheckpointInfo]:
@@ -224,12 +215,10 @@ def faults(path: AnyPlace) -> Iterator[str]:
         path: its folder or URL.
     """
     path = place_of(path)
-    try:
+    with damage() as problems:
         manifest = read_manifest(path)
-    except StorageError:
-        raise
-    except CheckpointError as error:
-        yield str(error)
+    yield from problems
+    if problems:
         return
     work = Operation(f"verifying {path.name}", sum(file.nbytes for file in manifest.files))
     for info in manifest.files:
@@ -293,12 +282,10 @@ def _wrong(
     path: Place, info: FileInfo, manifest: Manifest, read: Callable[[int], None] | None = None
 ) -> Iterator[str]:
     """Yield what is wrong with a data file; call ``read`` with the bytes of each piece."""
-    try:
+    with damage() as problems:
         file = DataFile(in_folder(path)(info), info)
-    except StorageError:
-        raise
-    except CheckpointError as error:
-        yield str(error)
+    yield from problems
+    if problems:
         return
     with file:
         yield from file.verify(manifest.parts_in(info), read)
@@ -363,14 +350,10 @@ def contained(root: Place) -> list[tuple[int, float, str, int, list[int]]]:
     """
     found = []
     for one in numbered(root):
-        try:
+        with damage(OSError):
             manifest = read_manifest(root / one.name)
             files = len(manifest.files), present(root / one.name, manifest)
             found.append((manifest.step, one.time, one.digest, *files))
-        except StorageError:
-            raise
-        except (CheckpointError, OSError):
-            continue
     return found
 
 
@@ -406,12 +389,9 @@ def _numbered(path: Place, step: int) -> Numbered | None:
 
 def complete(path: Place) -> CheckpointInfo | None:
     """Return the description of the checkpoint at ``path``; None if it is not complete."""
-    try:
+    with damage(OSError):
         return inspect(path)
-    except StorageError:
-        raise
-    except (CheckpointError, OSError):
-        return None
+    return None
 
 
 def _folders(root: Place) -> Iterator[Place]:

@@ -33,7 +33,6 @@ FORMAT = "fullshard checkpoint"
 VERSION = 2
 """The version of the format that is written; version 1 can be read, too."""
 MANIFEST = "manifest.json"
-_DIGEST = 32  # characters
 
 
 class FileInfo(NamedTuple):
@@ -309,8 +308,3 @@ def _file(rank: int, stored: Any, manifest: Any) -> FileInfo:
 def digest_of(data: bytes | memoryview) -> str:
     """Return the digest of a manifest, a header or contents: 128 bits, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
-
-
-def digest_in(data: bytes) -> str:
-    """Return the digest at the end of a manifest, which need not be right."""
-    return data.rpartition(b',"digest":"')[2][:32].decode(errors="replace")

@@ -89,11 +89,6 @@ class TensorEntry(NamedTuple):
     placements: tuple[Placement, ...] | None
     writer: int
 
-    @property
-    def numel(self) -> int:
-        """Number of elements of the whole tensor."""
-        return math.prod(self.shape)
-
     def region(self, rank: int) -> Region:
         """Return the elements that ``rank`` holds."""
         coordinate = _coordinates(self.grid)[rank]
@@ -133,13 +128,6 @@ class TensorEntry(NamedTuple):
             and 0 <= self.writer < self.num_copies
         )
 
-    def is_cut_like(self, other: TensorEntry) -> bool:
-        """Return whether ranks that have either hold parts of one tensor.
-
-        Ragged intervals may differ between ranks that hold different rows or columns.
-        """
-        return self._regular() == other._regular()
-
     def rank_groups(self) -> list[tuple[int, ...]]:
         """Return the ranks of the grid in groups that need to have equal entries."""
         is_ragged = self.is_ragged
@@ -147,8 +135,11 @@ class TensorEntry(NamedTuple):
         kinds = tuple(isinstance(one, RaggedShard) or not is_ragged for one in placements)
         return _groups(self.grid, kinds)
 
-    def _regular(self) -> tuple[Any, ...]:
-        """Return what all ranks of the grid have to have."""
+    def regular(self) -> tuple[Any, ...]:
+        """Return what all ranks that hold parts of the tensor have to have.
+
+        Ragged intervals may differ between ranks that hold different rows or columns.
+        """
         kinds = (None if isinstance(one, RaggedShard) else one for one in self._placements())
         return (self.dtype, self.shape, self.grid, self.writer, self.placements is None, *kinds)
 
@@ -222,7 +213,7 @@ def problem_of(held: Sequence[tuple[TensorEntry, set[int]]]) -> str:
             f"ranks on different meshes, {meshes}, have it under one name; give them other names "
             "if they differ, or one mesh that has both"
         )
-    if not all(one.is_cut_like(entry) for one, _ in held):
+    if any(one.regular() != entry.regular() for one, _ in held):
         return "ranks have it in different shapes or dtypes, or placed differently"
     lost = set(entry.grid.ranks).difference(*(ranks for _, ranks in held))
     if lost:

@@ -85,12 +85,9 @@ class ObjectUrl:
 
     def read_if_there(self) -> bytes | None:
         """Return the whole object; None if it does not exist."""
-        try:
-            return self.read()
-        except StorageError:
-            raise
-        except CheckpointError:
-            return None
+        with self._asked("read") as (filesystem, path), suppress(FileNotFoundError):
+            return bytes(filesystem.cat_file(path))
+        return None
 
     def read_range(self, start: int, stop: int) -> bytes:
         """Return bytes ``start`` to ``stop`` of the object."""
@@ -302,6 +299,19 @@ def folder_of(path: AnyPlace) -> Path:
     if isinstance(place, ObjectUrl):
         raise ConfigError(f"convert reads and writes folders, not URLs of object stores: {place}")
     return place
+
+
+@contextmanager
+def damage(*others: type[Exception]) -> Iterator[list[str]]:
+    """Take what is wrong with a checkpoint into a list; raise the errors of its store."""
+    problems: list[str] = []
+    kinds: tuple[type[Exception], ...] = (CheckpointError, *others)
+    try:
+        yield problems
+    except StorageError:
+        raise
+    except kinds as error:
+        problems.append(str(error))
 
 
 @contextmanager

@@ -143,17 +143,14 @@ class Reader:
             except Exception as error:
                 failure = error  # the next exchange says so
         else:
-            if failure is None:
-                self._check_all_is_filled()
+            for name, wanted in self._wanted.items() if failure is None else ():
+                if self._filled[name] != wanted.region.numel:
+                    raise CheckpointError(
+                        f"{name}: the files have {self._filled[name]} of {wanted.region.numel} "
+                        "elements"
+                    )
         if failure is not None:
             raise failure
-
-    def _check_all_is_filled(self) -> None:
-        for name, wanted in self._wanted.items():
-            if self._filled[name] != wanted.region.numel:
-                raise CheckpointError(
-                    f"{name}: the files have {self._filled[name]} of {wanted.region.numel} elements"
-                )
 
     def _runs(self, name: str) -> Iterator[_Run]:
         """Yield the blocks that hold wanted elements of a tensor."""

@@ -18,7 +18,6 @@ from fullshard._torch import dtensor as _dtensor
 from fullshard.checkpoint.format import Grid, TensorEntry, datafile, encode
 from fullshard.checkpoint.state import (
     Item,
-    Row,
     Tree,
     sharded,
     sharded_optim_state_dict,
@@ -81,17 +80,17 @@ class Collected:
         left_out: list[str] = []
         rows = list(tree.rows())
         for row, (_, value) in zip(rows, sharded(rows, tree.mesh, plain_shards=False), strict=True):
+            own = row.value if row.held is None else row.held.param
             if not isinstance(value, Tensor) or row.name.endswith(EXTRA_STATE):
                 states[row.name] = encode(value, f"extra state {row.name}")
             elif id(row.value) in first:
                 ties[row.name] = first[id(row.value)]
-            elif not frozen and _is_frozen(row):
+            elif not frozen and isinstance(row.value, nn.Parameter) and not own.requires_grad:
                 left_out.append(row.name)
             else:
                 first[id(row.value)] = row.name
                 is_replica = isinstance(row.value, nn.Parameter)
                 self.add(f"model/{row.name}", value, is_replica=is_replica)
-                own = row.value if row.held is None else row.held.param
                 self.params[f"model/{row.name}"] = own
         self.values |= {"ties": ties, "states": states}
         if left_out:
@@ -205,11 +204,6 @@ def collected(
     if optimizer is not None:
         found.add_optimizer(model, optimizer)
     return found
-
-
-def _is_frozen(row: Row) -> bool:
-    own = row.value if row.held is None else row.held.param
-    return isinstance(row.value, nn.Parameter) and not own.requires_grad
 
 
 # PyTorch computes the ranks of a mesh at every access. Meshes hold process groups, so weakly.

@@ -13,7 +13,7 @@ import os
 import stat
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from fullshard.checkpoint.format import (
     Bytes,
     FileInfo,
     Manifest,
-    digest_in,
     in_folder,
     present,
 )
@@ -163,11 +162,8 @@ def copy_files(
         def fetch() -> None:
             for machine, number, info in wanted[first::every]:
                 name = f"{info.name} of machine {machine}"
-                source = PeerFile(addresses[machine], number, name, info.nbytes)
-                try:
+                with closing(PeerFile(addresses[machine], number, name, info.nbytes)) as source:
                     copy(source, folder / info.name)
-                finally:
-                    source.close()
 
         council.agree(fetch)
 
@@ -206,9 +202,9 @@ def lent(
     def look() -> dict[str, Any] | None:
         with suppress(CheckpointError, OSError):  # another machine may have it intact
             text = (path / MANIFEST).read_bytes() if machines.is_first else b""
-            if digest_in(text) == digest:
-                held = present(path, Manifest.from_json(text))
-                return {"manifest": council.share(text.decode()), "files": held}
+            manifest = Manifest.from_json(text)
+            if manifest.digest == digest:
+                return {"manifest": council.share(text.decode()), "files": present(path, manifest)}
         return None
 
     def choose(said: list[dict[str, Any] | None]) -> list[Any]:

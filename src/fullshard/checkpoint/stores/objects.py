@@ -99,11 +99,7 @@ def remove(url: ObjectUrl) -> None:
             with suppress(CheckpointError):
                 own = {file.name for file in Manifest.from_json(data).files}
             (url / MANIFEST).remove()
-        there = url.below()
-        kept = _named_at(url, there)
-        for name in [] if kept is None else (own & there.keys()) - kept:
-            (url / name).remove()
-        remove_unfinished_at(url)
+        remove_unfinished_at(url, own)
     except CheckpointError as error:
         log.warning("%s cannot be removed (%s)", url, error)
 
@@ -117,14 +113,14 @@ def remove_unfinished(root: ObjectUrl) -> None:
             log.warning("files of unfinished saves cannot be removed (%s)", error)
 
 
-def remove_unfinished_at(url: ObjectUrl) -> None:
-    """Remove data files at ``url`` that are in no manifest there.
+def remove_unfinished_at(url: ObjectUrl, others: Collection[str] = ()) -> None:
+    """Remove data files at ``url``, and ``others``, that are in no manifest there.
 
     Raises:
         CheckpointError: the store cannot be reached.
     """
     there = url.below()
-    data = {name for name in there if DATA_OBJECT.fullmatch(name)}
+    data = {name for name in there if name in others or DATA_OBJECT.fullmatch(name)}
     known = _named_at(url, there) if data else set()
     for name in [] if known is None else data - known:
         (url / name).remove()

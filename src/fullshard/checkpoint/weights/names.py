@@ -564,13 +564,13 @@ def check_fits(stored: Stored, found: InFile, dtype: torch.dtype) -> None:
             f"{stored.name} has shape {found.shape} in the files and {stored.shape} here"
         )
     own = datafile.dtype_in_file(found.dtype)
-    if own != dtype and not (_is_real(own) and _is_real(dtype)):
+    if own != dtype and not (is_real(own) and is_real(dtype)):
         raise ConfigError(
             f"{stored.name} is {found.dtype} in the files and {dtype} here: what was quantised, or "
             "is of another kind, is not converted"
         )
 
 
-def _is_real(dtype: torch.dtype | None) -> bool:
+def is_real(dtype: torch.dtype | None) -> bool:
     """Return whether values of this dtype can be rounded to another such dtype."""
     return dtype is not None and dtype.is_floating_point and dtype.itemsize > 1

@@ -8,7 +8,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ from fullshard.checkpoint.weights.names import (
     SINGLE,
     Stored,
     check_merged,
+    is_real,
     own_class,
     plain_names,
     pretrained,
@@ -110,7 +111,7 @@ def planned_tensors(
         UnsupportedError: adapters are not merged.
     """
     check_merged(model)
-    if dtype is not None and not (_is_unscaled(dtype) and datafile.is_known(dtype)):
+    if dtype is not None and not (is_real(dtype) and datafile.is_known(dtype)):
         raise ConfigError(
             f"dtype={dtype}: expected a floating-point dtype of at least 16 bits that safetensors "
             "files can hold"
@@ -124,14 +125,8 @@ def planned_tensors(
     found = []
     for stored in stored_tensors(model, shapes):
         own = datafile.dtype_of(entries[stored.source].dtype)
-        cast = dtype is not None and _is_unscaled(own)
-        found.append(Planned(stored, dtype if cast and dtype is not None else own))
+        found.append(Planned(stored, dtype if dtype is not None and is_real(own) else own))
     return found
-
-
-def _is_unscaled(dtype: torch.dtype) -> bool:
-    """Return whether ``dtype`` is one of floating point that needs no scales."""
-    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def grouped(
@@ -274,7 +269,8 @@ def save_weights(
     unfinished = place_of(council.agree(plan, begin))
 
     def write() -> None:
-        _Writer(plans[0], found.parts, council, unfinished).write()
+        with closing(_Writer(plans[0], found.parts, council, unfinished)) as writer:
+            writer.write()
 
     def finish(_: list[None]) -> None:
         if isinstance(unfinished, ObjectUrl):
@@ -397,7 +393,7 @@ class _Writer:
             except Exception as error:
                 failure = error  # the next round says so
         try:
-            self._close()
+            self.close()
             self._write_empty_files()
         except Exception as error:
             failure = failure or error
@@ -469,14 +465,15 @@ class _Writer:
     def _open(self, number: int) -> None:
         """Begin file ``number``, unless it is open."""
         if number != self._file_number:
-            self._close()
+            self.close()
             self._file_number = number
             tensors = [(p.stored.name, p.dtype, p.stored.shape) for p in self._plan.files[number]]
             header = datafile.header_of(tensors, {"format": "pt"})
             nbytes = len(header) + sum(one.nbytes for one in self._plan.files[number])
             self._file = new_file(self._folder / self._plan.names[number], nbytes, header)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the open file, if there is one; an object that is not complete is given up."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -487,7 +484,7 @@ class _Writer:
             empty = not any(one.stored.region.numel for one in file)
             if empty and number % self._world == self._rank:
                 self._open(number)
-                self._close()
+                self.close()
 
 
 def _write_configuration(model: nn.Module, folder: Path, plan: _Plan) -> None:
