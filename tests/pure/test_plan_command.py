@@ -120,8 +120,8 @@ def test_a_budget_that_is_too_small_says_so(capsys: pytest.CaptureFixture[str]) 
     [
         (["2m"], "either --world-size N or --mesh"),
         (["2m", "--world-size", "2", "--mesh", "shard=2"], "either --world-size N or --mesh"),
-        (["2m", "--mesh", "shard"], "expected dims with sizes"),
-        (["2m", "--mesh", "shard=2,shard=4"], "expected dims with sizes"),
+        (["2m", "--mesh", "shard"], "expected each dim once, with its size"),
+        (["2m", "--mesh", "shard=2,shard=4"], "expected each dim once, with its size"),
         (["2m", "--mesh", "tp=2"], "have the dims replicate and shard"),
         (["3m", "--world-size", "2"], "--model is 3m"),
         (["2m", "--world-size", "2", "--hardware", "abacus"], "expected one of"),

@@ -15,16 +15,17 @@ from fullshard.trace.findings import (
     unequal_units,
 )
 from fullshard.trace.shortage import ways
+from fullshard.trace.spans import spans
 from fullshard.trace.summary import first_difference
 from tests.pure.trace_files import MB, action, rank_file, step, total, unit
 
 BUDGET = "set_prefetch_budget({})"
 
 
-def gathered(exposed_s: float, budget: int | None = None) -> Any:
+def gathered(exposed_s: float, budget: int | None = None, ends: str = "wait") -> Any:
     """Return a rank file in which block 2 is gathered during block 1, and then waited for."""
     work = [["forward", 0, 0.0, 0.01], ["forward", 1, 0.01, 0.01], ["forward", 2, 0.02, 0.01]]
-    actions = [action("unshard", 2, 0.01), action("wait", 2, 0.02, exposed_s)]
+    actions = [action("unshard", 2, 0.01), action(ends, 2, 0.02, exposed_s)]
     engines = [{"prefetch_budget": budget, "reduction_budget": None}]
     return rank_file(steps=[step(work=work, actions=actions)] * 2, engines=engines)
 
@@ -37,6 +38,13 @@ def test_an_exposed_gather_names_what_the_budget_holds_and_what_more_costs() -> 
     )
     assert found.change == BUDGET.format(96 * MB)
     assert found.cost_s == pytest.approx(0.0012)
+
+
+def test_the_wait_for_an_unused_gather_is_exposed_too() -> None:
+    file = gathered(0.0012, ends="finish_gather")
+    assert exposed(file, "gather") == exposed(gathered(0.0012), "gather")
+    found = {(span.lane, span.what) for span in spans(file["steps"][0])}
+    assert {("gathers", "finish_gather"), ("exposed", "finish_gather")} <= found
 
 
 def test_a_budget_of_bytes_grows_by_the_unit() -> None:

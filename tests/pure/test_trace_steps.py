@@ -80,7 +80,7 @@ def test_a_guess_misses_if_its_unit_is_resharded_before_it_came() -> None:
     history = History(5, 3, NO_CLOCK)
     enter = [heard(when.ForwardEnter(unit)) for unit in range(3)]
     guessed = [acted(Op.UNSHARD, unit, 0.0, 0.0) for unit in range(3)]
-    dropped = [acted(Op.WAIT, 1, 0.0, 0.0), acted(Op.RESHARD, 1, 0.0, 0.0)]
+    dropped = [acted(Op.FINISH_GATHER, 1, 0.0, 0.0), acted(Op.RESHARD, 1, 0.0, 0.0)]
     history.add(segment(enter[0], guessed[0], guessed[1], enter[2], *dropped, guessed[2]))
     history.add(segment(enter[0], guessed[0], guessed[1], enter[1], *dropped))
     end = heard(when.TaskEnd(0))
@@ -263,7 +263,7 @@ def test_on_a_device_actions_are_stamped_on_their_lanes() -> None:
 def test_guesses_that_an_exception_ended_were_not_wrong() -> None:
     history = History(5, 2, NO_CLOCK)
     began = [heard(when.ForwardEnter(0)), acted(Op.UNSHARD, 1, 0.0, 0.0)]
-    dropped = [acted(Op.WAIT, 1, 0.0, 0.0), acted(Op.RESHARD, 1, 0.0, 0.0)]
+    dropped = [acted(Op.FINISH_GATHER, 1, 0.0, 0.0), acted(Op.RESHARD, 1, 0.0, 0.0)]
     for trigger in (when.ForwardExit(0, failed=True), when.TaskDied(0)):
         history.add(segment(*began, heard(trigger), *dropped))
     assert not history.missed

@@ -167,7 +167,7 @@ def test_texts_beside_chats_and_chats_without_a_template_are_refused(tmp_path: P
 
 
 def test_one_chat_cannot_be_split() -> None:
-    with pytest.raises(ConfigError, match="one chat, and one must be held out"):
+    with pytest.raises(ConfigError, match="holds one chat; one is held out"):
         split([Document("0", "x", is_chat=True)])
 
 

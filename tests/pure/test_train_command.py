@@ -523,3 +523,22 @@ def test_every_option_is_on_the_page() -> None:
 
 def test_typer_still_reports_usage_errors_the_way_we_read_them() -> None:
     assert hasattr(typer.BadParameter, "format_message")
+
+
+def test_workers_that_ignore_a_signal_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a job that goes on without workers that were lost."""
+    monkeypatch.setattr(launch, "_GRACE_S", 0.2)
+    stuck = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE)
+    assert stuck.stdout is not None and stuck.stdout.readline() == b"ready\n"
+    stuck.send_signal(signal.SIGTERM)
+    launch._wait([stuck], [signal.SIGTERM], keeps_going=True)
+    assert stuck.returncode == -signal.SIGKILL
+    stuck.stdout.close()
+
+
+STUCK = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(60)
+"""

@@ -535,11 +535,11 @@ def test_weights_given_up_between_two_parts_leave_nothing(tmp_path: Path) -> Non
     model, _ = alone(1)
     sent = []
 
-    def lost(*_: Any) -> Any:
+    def lost(*args: Any) -> Any:
         sent.append(1)
         if len(sent) == 2:
             raise LostRankError("rank 1 ended")
-        return exchange(*_)
+        return exchange(*args)
 
     exchange = save.all_to_all_bytes
     with (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +20,7 @@ from fullshard.checkpoint import (
     list_checkpoints,
 )
 from fullshard.cli.printing import AsJson, print_json, print_table
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import CheckpointError, ConfigError, StorageError
 from fullshard.plan import in_bytes
 from fullshard.train.job import GroupedCommand, GroupedCommands
 from fullshard.train.run import RunDir, read_best
@@ -47,10 +46,15 @@ def list_command(path: Root, *, as_json: AsJson = False) -> None:
     best = read_best(RunDir(place)) if isinstance(place, Path) else None
     place = _of_run(place)
     folders = _folders(place)
-    complete = list_checkpoints(place)
     if folders == [place]:
-        with suppress(CheckpointError):
+        try:
             complete = [inspect(place)]
+        except StorageError:
+            raise
+        except CheckpointError:
+            complete = []
+    else:
+        complete = list_checkpoints(place)
     others = [one.name for one in folders if one not in {info.path for info in complete}]
     if as_json:
         found: dict[str, Any] = {"checkpoints": [_as_dict(info) for info in complete]}

@@ -194,7 +194,9 @@ def _mesh(world_size: int | None, mesh: str | None) -> dict[str, int]:
     parts = [part.partition("=") for part in mesh.split(",")]
     shape = {name: int(size) for name, _, size in parts if name and size.isdigit()}
     if len(shape) < len(parts):  # a name without a size, or a name twice
-        raise ConfigError(f"--mesh {mesh}: expected dims with sizes, such as replicate=4,shard=256")
+        raise ConfigError(
+            f"--mesh {mesh}: expected each dim once, with its size, such as replicate=4,shard=256"
+        )
     return shape
 
 

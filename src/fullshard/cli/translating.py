@@ -271,9 +271,9 @@ def _flat(config: Mapping[str, Any], sections: tuple[str, ...]) -> dict[str, Any
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if key in sections:
-            if not isinstance(value, Mapping):
+            if not isinstance(value, Mapping | None):
                 raise ConfigError(f"{key} is {value!r}, expected keys and values")
-            flat |= {f"{key}.{name}": one for name, one in value.items()}
+            flat |= {f"{key}.{name}": one for name, one in (value or {}).items()}
         else:
             flat[key] = value
     return flat

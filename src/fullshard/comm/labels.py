@@ -15,7 +15,7 @@ from fullshard.comm.liveness import losing_ranks
 from fullshard.errors import ProtocolError
 
 AMONG_HOSTS = "a collective among hosts failed: a rank there is gone or silent"
-"""What ranks are told of errors of gloo."""
+"""The message for errors of gloo."""
 _DIGEST_NBYTES = 16
 _SAID_NBYTES = 256  # digest and text; a longer text is cut off, but the digest still differs
 

@@ -125,7 +125,10 @@ class Liveness:
         return self._silent(rank, before, why)._replace(least_wait_s=silence_s())
 
     def _silent(self, rank: int, beat: Beat | None, why: str) -> Absence:
-        """Return the absence of a rank, which is final once ``beat`` was its last for too long."""
+        """Return the absence of a rank whose last heartbeat is ``beat``.
+
+        It is final once no newer one came for ``silence_s()``.
+        """
         self.note({rank: _number(beat)})
         silent_s = time.monotonic() - self._seen[rank][1]
         is_final = silent_s > silence_s()
@@ -133,14 +136,14 @@ class Liveness:
 
 
 @contextmanager
-def losing_ranks(told: str) -> Iterator[None]:
-    """Raise PyTorch's errors as ``LostRankError``; ``told`` comes before their text."""
+def losing_ranks(message: str) -> Iterator[None]:
+    """Raise an error of PyTorch as ``LostRankError``: ``message``, then its text in parentheses."""
     try:
         yield
     except FullshardError:
         raise
     except RuntimeError as error:
-        raise LostRankError(f"{told} ({error})") from error
+        raise LostRankError(f"{message} ({error})") from error
 
 
 def _number(beat: Beat | None) -> int:

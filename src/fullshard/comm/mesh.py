@@ -155,8 +155,9 @@ def mesh_of_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """Return all ranks of ``mesh``, in ascending order, as a 1-D mesh; an equal one at every call.
+    """Return a 1-D mesh of all ranks of ``mesh``, in ascending order.
 
+    All calls for one mesh return equal meshes.
     The first call for a mesh with several dims of more than one rank makes a process group, a
     collective of its ranks, unless the mesh has all ranks there are.
     """

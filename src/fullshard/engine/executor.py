@@ -525,7 +525,7 @@ def _wait(engine: Engine, unit: Unit) -> None:
 
 
 def _finish_gather(_: Engine, unit: Unit) -> None:
-    """Wait for the gathers that have started."""
+    """Wait for the gathers that have started; starting the others has failed."""
     for bucket in unit.buckets:
         if bucket.is_gathered:
             bucket.materialized.finish()

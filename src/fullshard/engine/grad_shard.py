@@ -81,7 +81,7 @@ class ReducedSets:
                 if len(self._known) >= _MOST_SETS:
                     self._known.clear()
                 known = self._known[indices] = Reduced.of(self._spec, indices, self._meter)
-            # The wire notices if other ranks reduce fewer.
+            # The collective notices if other ranks reduce fewer.
             known.is_agreed = len(indices) == len(known.names)
             self.now = known
         return self.now

@@ -82,7 +82,8 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         forward_prefetch: no effect: each forward gathers one unit ahead, in the previous order.
         limit_all_gathers: False: gather ahead without a limit.
         use_orig_params: True: modules show the original Parameter objects over this rank's pieces,
-            so that an optimizer built earlier works; False: one flat parameter per unit.
+            so that an optimizer built earlier works; False: one flat parameter per unit, whose
+            parameters have one dtype and are all frozen or all trainable.
         ignored_states: parameters, or modules, that are not sharded.
         device_mesh: the ranks as a mesh; with a hybrid strategy 2-D, with copies along dim 0.
         wire: the formats of sent parameters and gradients, see ``WirePolicy``; not in PyTorch.

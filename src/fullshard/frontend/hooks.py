@@ -46,8 +46,11 @@ class _ForwardHooks:
     _calls: defaultdict[int, list[tuple[BaseException | None, bool]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """The running calls by thread, innermost last: the exception that was being handled when it
-    began, and whether it runs on lent parameters, so that the engine does not know of it."""
+    """The running calls of each thread, the innermost last.
+
+    Each has the exception that was being handled when it began, and True if it runs on lent
+    parameters, which the engine does not know of.
+    """
 
     @_dynamo.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -73,7 +76,7 @@ class _ForwardHooks:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Reshard the unit if it is done, and cast the outputs; also called after exceptions."""
         calls = self._calls[get_ident()]
-        handled, is_lent = calls.pop() if calls else (None, True)
+        handled, is_lent = calls.pop() if calls else (None, True)  # else ``before`` did not run
         if is_lent:
             return None
         failed = sys.exception() is not handled

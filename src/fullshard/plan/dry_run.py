@@ -94,7 +94,10 @@ class DryStep:
     flops: float = 0.0
     transcript: Transcript = field(default_factory=Transcript)
     carried: list[tuple[Exchange, str]] = field(default_factory=list)
-    """The collectives, each with the op of the action that issued it; "" if the model did."""
+    """The collectives, each with the op of the action that issued it.
+
+    The op is "" if the model itself issued it.
+    """
     spans: list[tuple[LaneSpan, str]] = field(default_factory=list)
     """The spans of time on the lanes, each with the name of its unit."""
     moments: list[Moment] = field(default_factory=list)

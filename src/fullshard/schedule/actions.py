@@ -36,7 +36,10 @@ class Op(enum.StrEnum):
     WAIT = "wait"
     """Make the unsharded parameters usable and show them in the modules."""
     FINISH_GATHER = "finish_gather"
-    """Wait for the gathers of a unit that is then freed or gathered again, and not shown."""
+    """Wait for the gathers of a unit without showing it.
+
+    The unit is then freed, concealed or gathered again.
+    """
     CONCEAL = "conceal", "is_local"
     """Show the sharded parameters, but keep the unsharded storage."""
     RETAIN = "retain", "is_local"

@@ -21,7 +21,7 @@ class Prefetcher:
     def __init__(self, residents: Residents) -> None:
         self._residents = residents
         self._order: tuple[int, ...] = ()
-        self._next = 0  # follows the units really entered; an unknown unit does not move it
+        self._next = 0  # the index after the last unit in the order that was entered
         self._guesses: dict[int, int] = {}  # unit -> position in the order
         self._due: int | None = None  # the unit whose end triggers the next guess
 

@@ -104,10 +104,8 @@ class Residents:
             if not to_secondary:
                 self._drop_secondary(state, out)
             return
-        if state.residency is _GATHERING:
-            self._move(
-                state, _UNSHARDED, "finish_gather", out
-            )  # a collective may still write into the buffer
+        if state.residency is _GATHERING:  # a collective may still write into the buffer
+            self._move(state, _UNSHARDED, "finish_gather", out)
         if not state.holds:
             self._free(state, out, to_secondary=to_secondary)
         elif state.residency is _UNSHARDED:

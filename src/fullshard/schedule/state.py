@@ -21,7 +21,7 @@ class Residency(enum.IntEnum):
     GATHERING = 2
     """Being gathered: the all-gather was started."""
     UNSHARDED = 3
-    """In memory and shown by the modules."""
+    """In memory and shown by the modules, unless it is freed, concealed or gathered next."""
     CONCEALED = 4
     """In memory until they are freed late; the modules show the sharded parameters."""
 

@@ -270,7 +270,10 @@ _HANDLERS: dict[Any, Handler] = {
     **WRITE_HANDLERS,
 }
 _meshes: set[int] = set()
-"""Hashes of meshes. Any number of meshes may be equal, so one that is freed takes no hash along."""
+"""Hashes of the meshes with our operations.
+
+They stay when a mesh is freed, because an equal mesh may still be in use.
+"""
 
 
 def handle_ops_on(mesh: DeviceMesh) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import accumulate, chain
 from operator import mul
 from typing import Any, NamedTuple, cast
@@ -101,7 +101,7 @@ def region_of(
     return find(tuple(shape), tuple(placements), tuple(mesh_shape), tuple(coordinate))
 
 
-@lru_cache(1 << 14)  # layers are alike
+@cache  # layers are alike
 def _region_of(
     shape: tuple[int, ...],
     placements: tuple[Placement, ...],

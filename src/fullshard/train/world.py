@@ -96,10 +96,11 @@ class World:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def agree(self, do: Callable[[], Result]) -> Result:
-        """Call ``do`` on all workers; refuse on all alike if it refuses on any.
+        """Call ``do`` on all workers, and return its result.
 
         Raises:
-            ConfigError: it refused on at least one; the lowest rank's refusal is the message.
+            ConfigError: on all workers, if ``do`` raised an error of fullshard on some; the message
+                is that of the lowest such rank.
         """
         result, refusal = None, None
         try:

@@ -232,7 +232,7 @@ def check_tied_together(
 
 
 def check_alike(root: nn.Module, units: Sequence[WantedUnit], ignored: Ignored = Ignored()) -> None:
-    """Refuse units, including ``root``, with frozen and trainable parameters or several dtypes.
+    """Refuse units, ``root`` included, that mix frozen and trainable parameters, or dtypes.
 
     Call this for ``use_orig_params=False``, where a unit shows a single parameter.
 
@@ -250,8 +250,8 @@ def check_alike(root: nn.Module, units: Sequence[WantedUnit], ignored: Ignored =
                 each = (f"{kind} parameters ({listed(kinds[kind], 5)})" for kind in sorted(kinds))
                 raise ConfigError(
                     f"unit {unit.name or '(root)'} ({type(unit.module).__name__}) has "
-                    f"{' and '.join(each)}, but with use_orig_params=False it shows them as one; "
-                    "make them units of their own, or set use_orig_params=True"
+                    f"{' and '.join(each)}, but with use_orig_params=False a unit is one flat "
+                    "parameter; give each kind a unit of its own, or set use_orig_params=True"
                 )
 
 

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -214,8 +215,10 @@ def _state_of(
     """Give the dictionary that PyTorch saves; its tensors are in a temporary file in ``folder``."""
     with tempfile.TemporaryFile(dir=folder) as file:
         sizes = [round_up(leaf.nbytes, 64) for leaf in found.leaves.values()]
-        # Not ``truncate``: in memory without space behind it, a write kills the process.
-        os.posix_fallocate(file.fileno(), 0, sum(sizes) + 1)
+        file.truncate(sum(sizes) + 1)
+        if sys.platform == "linux":
+            # Allocate the space now: on a full disk, a write to the mapped file kills the process.
+            os.posix_fallocate(file.fileno(), 0, sum(sizes) + 1)
         memory = memoryview(mmap.mmap(file.fileno(), 0))
         end = 0
 

@@ -26,7 +26,7 @@ import xxhash
 from torch import Tensor
 
 from fullshard.checkpoint.format.manifest import FileInfo, FilePart, digest_of
-from fullshard.checkpoint.format.places import ObjectUrl, Place, damage, new_file
+from fullshard.checkpoint.format.places import ObjectUrl, Place, new_file, noting_damage
 from fullshard.errors import CheckpointError, ProtocolError, UnsupportedError
 
 Divided = TypeVar("Divided")
@@ -420,7 +420,7 @@ class DataFile:
             read: called with the bytes of each piece that was read.
         """
         for name in dict.fromkeys((*expected, *self._stored)):
-            with damage() as problems:
+            with noting_damage() as problems:
                 if name in expected or not name.startswith(PADDING):
                     self._check(name in expected, f"has {name}, which the manifest has not")
                     self.check(name, dtype_of(expected[name].dtype), expected[name].shape)

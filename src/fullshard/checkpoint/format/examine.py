@@ -25,7 +25,7 @@ from torch.distributed.tensor import Placement
 
 from fullshard.checkpoint.format.datafile import Bytes, DataFile, LocalFile, ObjectFile
 from fullshard.checkpoint.format.manifest import MANIFEST, FileInfo, Manifest
-from fullshard.checkpoint.format.places import AnyPlace, ObjectUrl, Place, damage, place_of
+from fullshard.checkpoint.format.places import AnyPlace, ObjectUrl, Place, noting_damage, place_of
 from fullshard.errors import CheckpointError, StorageError
 from fullshard.progress import Operation
 
@@ -215,7 +215,7 @@ def faults(path: AnyPlace) -> Iterator[str]:
         path: its folder or URL.
     """
     path = place_of(path)
-    with damage() as problems:
+    with noting_damage() as problems:
         manifest = read_manifest(path)
     yield from problems
     if problems:
@@ -282,7 +282,7 @@ def _wrong(
     path: Place, info: FileInfo, manifest: Manifest, read: Callable[[int], None] | None = None
 ) -> Iterator[str]:
     """Yield what is wrong with a data file; call ``read`` with the bytes of each piece."""
-    with damage() as problems:
+    with noting_damage() as problems:
         file = DataFile(in_folder(path)(info), info)
     yield from problems
     if problems:
@@ -350,7 +350,7 @@ def contained(root: Place) -> list[tuple[int, float, str, int, list[int]]]:
     """
     found = []
     for one in numbered(root):
-        with damage(OSError):
+        with noting_damage(OSError):
             manifest = read_manifest(root / one.name)
             files = len(manifest.files), present(root / one.name, manifest)
             found.append((manifest.step, one.time, one.digest, *files))
@@ -389,7 +389,7 @@ def _numbered(path: Place, step: int) -> Numbered | None:
 
 def complete(path: Place) -> CheckpointInfo | None:
     """Return the description of the checkpoint at ``path``; None if it is not complete."""
-    with damage(OSError):
+    with noting_damage(OSError):
         return inspect(path)
     return None
 

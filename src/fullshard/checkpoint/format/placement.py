@@ -136,9 +136,9 @@ class TensorEntry(NamedTuple):
         return _groups(self.grid, kinds)
 
     def regular(self) -> tuple[Any, ...]:
-        """Return what all ranks that hold parts of the tensor have to have.
+        """Return the fields that must be equal on all ranks with parts of the tensor.
 
-        Ragged intervals may differ between ranks that hold different rows or columns.
+        Ragged intervals are left out: ranks with different rows or columns may have different ones.
         """
         kinds = (None if isinstance(one, RaggedShard) else one for one in self._placements())
         return (self.dtype, self.shape, self.grid, self.writer, self.placements is None, *kinds)

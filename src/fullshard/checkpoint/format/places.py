@@ -302,8 +302,11 @@ def folder_of(path: AnyPlace) -> Path:
 
 
 @contextmanager
-def damage(*others: type[Exception]) -> Iterator[list[str]]:
-    """Take what is wrong with a checkpoint into a list; raise the errors of its store."""
+def noting_damage(*others: type[Exception]) -> Iterator[list[str]]:
+    """Catch ``CheckpointError`` and ``others``; add their texts to the yielded list.
+
+    ``StorageError`` is raised.
+    """
     problems: list[str] = []
     kinds: tuple[type[Exception], ...] = (CheckpointError, *others)
     try:

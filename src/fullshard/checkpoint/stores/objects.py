@@ -114,7 +114,7 @@ def remove_unfinished(root: ObjectUrl) -> None:
 
 
 def remove_unfinished_at(url: ObjectUrl, others: Collection[str] = ()) -> None:
-    """Remove data files at ``url``, and ``others``, that are in no manifest there.
+    """Remove data files and ``others`` at ``url``, unless a manifest there names them.
 
     Raises:
         CheckpointError: the store cannot be reached.

@@ -295,7 +295,9 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
         return train, held_out
     if documents[0].is_chat:
         if len(documents) == 1:
-            raise ConfigError("--data: holds one chat, and one must be held out: give more")
+            raise ConfigError(
+                "--data holds one chat; one is held out for evaluation, so give at least two"
+            )
         by_hash = sorted(documents, key=lambda document: document.digest)
         number = max(1, len(documents) * HELD_OUT_OF_256 // 256)
         chosen = {document.name for document in by_hash[:number]}

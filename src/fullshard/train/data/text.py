@@ -37,7 +37,7 @@ from fullshard.train.files import appear
 
 LEAST_TOKENS = 257  # one per byte value, and END
 MOST_TOKENS = 1 << 15  # only unusually large texts fill more; ids are uint16
-_FORMAT = 7  # part of the cache key: raise it whenever the content of the cache changes
+_FORMAT = 8  # part of the cache key: raise it whenever the content of the cache changes
 _PART = 1 << 20  # rows that are shuffled together
 _UNSURE_NS = 2_000_000_000  # a file changed more recently may change again unnoticed
 

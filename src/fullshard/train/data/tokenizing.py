@@ -57,9 +57,9 @@ def fill_cache(
     """
     unfinished = folder.with_suffix(".unfinished")
     groups = unfinished / "groups"
+    train, held_out = split(documents)
     try:
         groups.mkdir(parents=True, exist_ok=True)
-        train, held_out = split(documents)
         tokenizer, end = _tokenizer(unfinished, train, vocab_size, given)
         if given is not None and documents[0].is_chat:
             make = partial(_of_chats, ChatTokenizer(given), _dtype_of(tokenizer))
