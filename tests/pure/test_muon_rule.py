@@ -356,3 +356,39 @@ def test_hooks_run_once_and_closures_once() -> None:
     finally:
         handle.remove()
     assert stepped == [optimizer]
+
+
+def test_state_and_options_of_another_optimizer_are_refused() -> None:
+    model = fill(Model())
+    other, optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4), Muon(model)
+    backward(model, 0)
+    other.step()
+    whole = optimizer.state_dict()
+    for stepped in (False, True):
+        loaded = copy.deepcopy(whole)
+        if stepped:
+            loaded["state"] = {0: other.state_dict()["state"][0]}
+        else:
+            loaded["param_groups"][0] |= {"betas": (0.9, 0.95), "amsgrad": False}
+        words = "exp_avg, exp_avg_sq, step" if stepped else "amsgrad, betas"
+        with pytest.raises(ConfigError, match=f"has {words}: it was saved from another"):
+            optimizer.load_state_dict(loaded)
+    optimizer.load_state_dict(whole)
+    optimizer.step()
+
+
+def test_parameters_of_more_than_two_dims_are_added_as_what_they_are() -> None:
+    model = fill(Model())
+    known = nn.Parameter(torch.randn(2, 3, 4, 5))
+    model.register_parameter("experts", known)
+    Muon(model)
+    known.requires_grad_(False)
+    optimizer = Muon(model)
+    known.requires_grad_(True)
+    optimizer.add_param_group({"params": [known], "algorithm": "muon"})
+    assert optimizer.param_groups[-1]["stacked"] == optimizer._chosen[known].stacked == 1
+    assert optimizer.param_groups[-1]["param_names"] == ["experts"]
+    new = nn.Parameter(torch.randn(3, 4, 5))
+    with pytest.raises(ConfigError, match="may be a stack of matrices"):
+        optimizer.add_param_group({"params": [("new", new)], "algorithm": "muon"})
+    optimizer.add_param_group({"params": [("new", new)], "algorithm": "muon", "stacked": 1})

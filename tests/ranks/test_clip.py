@@ -144,6 +144,8 @@ def test_corners() -> None:
     low = distribute_tensor(torch.full((4096,), 0.1).bfloat16(), mesh, [Shard(0)])
     norm = grad_norm(param_with(low))
     assert norm.dtype == torch.float32 and abs(norm.item() - 6.4) < 0.01
+    named: Any = "inf"  # as PyTorch takes it
+    assert grad_norm(param_with(low), named) == grad_norm(param_with(low), float("inf"))
     clip_grad_norm_(clipped := param_with(low), 0.5)
     assert abs(grad_norm(clipped).item() - 0.5) < 0.01
     bad = distribute_tensor(torch.tensor([1.0, float("nan")]), mesh, [Shard(0)])

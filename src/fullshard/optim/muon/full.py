@@ -15,6 +15,9 @@ from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.inner import label_of, loss_of
 from fullshard.optim.muon.newton_schulz import COEFFICIENTS, orthogonalise
 
+BUFFER = "momentum_buffer"
+"""The only state of a parameter."""
+
 SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -116,9 +119,9 @@ class FullMuon(Optimizer):
 
     def _buffer(self, param: Tensor, grad: Tensor) -> Tensor:
         state = self.state[param]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        buffer: Tensor = state["momentum_buffer"]
+        if BUFFER not in state:
+            state[BUFFER] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        buffer: Tensor = state[BUFFER]
         return buffer
 
 

@@ -15,7 +15,7 @@ from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.optim.flat import ShardedOptimizer
 from fullshard.optim.host import refuse_fraction
 from fullshard.optim.inner import label_of, loss_of, numbered
-from fullshard.optim.muon.full import FullMuon, check_options
+from fullshard.optim.muon.full import BUFFER, FullMuon, check_options, not_a_matrix
 from fullshard.optim.muon.newton_schulz import COEFFICIENTS, Coefficients
 from fullshard.optim.muon.rule import (
     ADAMW,
@@ -28,7 +28,8 @@ from fullshard.optim.muon.rule import (
     choose,
     warn_without_ends,
 )
-from fullshard.optim.owned import OwnedOptimizer
+from fullshard.optim.owned import OwnedOptimizer, placement_of
+from fullshard.optim.probe import Probe
 
 Part = OwnedOptimizer | ShardedOptimizer
 
@@ -167,7 +168,10 @@ class Muon(Optimizer):
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         if "algorithm" in param_group:
-            self._add({**param_group, "params": params})
+            group = {**param_group, "params": params}
+            counts_stacks = group["algorithm"] == MUON and "stacked" not in group
+            for more in self._by_stack(params) if counts_stacks else [{}]:
+                self._add({**group, **more})
             return
         params = [one[1] if isinstance(one, tuple) else one for one in params]
         unknown = [tuple(param.shape) for param in params if param not in self._chosen]
@@ -181,6 +185,25 @@ class Muon(Optimizer):
         for group in _groups_of([(param, self._chosen[param]) for param in params]):
             self._add({**group, **options})
 
+    def _by_stack(self, params: Iterable[Any]) -> list[dict[str, Any]]:
+        """Return groups of ``params``, each with how many leading dims count matrices."""
+        named = {name: choice for choice in self.rule for name in choice.names}
+        found: dict[int, list[Any]] = {}
+        for one in params:
+            name, param = one if isinstance(one, tuple) else ("", one)
+            choice = self._chosen.get(param, named.get(name))
+            if choice is not None and choice.algorithm == MUON:
+                found.setdefault(choice.stacked, []).append((name or choice.names[0], param))
+                continue
+            if len(shape := _full_shape(param)) > 2:
+                raise ConfigError(
+                    f"Muon.add_param_group: a parameter of shape {shape} may be a "
+                    'stack of matrices: say {"stacked": N} in the group, the number of leading '
+                    'dims that count matrices; {"stacked": 0} for a convolution'
+                )
+            found.setdefault(0, []).append(one)
+        return [{"params": those, "stacked": stacked} for stacked, those in found.items()]
+
     def _add(self, group: dict[str, Any]) -> None:
         refuse_fraction({**self._adamw, **group}, "Muon")
         algorithm = group["algorithm"]
@@ -188,7 +211,13 @@ class Muon(Optimizer):
             raise ConfigError(f"Muon: algorithm is {algorithm!r}, expected 'muon' or 'adamw'")
         self._check_new(one[1] if isinstance(one, tuple) else one for one in group["params"])
         if algorithm == MUON:
-            check_options({"stacked": 0, **self._options, **group})
+            options = {"stacked": 0, **self._options, **group}
+            check_options(options)
+            for one in group["params"] if options["stacked"] else ():
+                name, param = one if isinstance(one, tuple) else ("", one)
+                shape = _full_shape(param)
+                if len(shape) < 2 + options["stacked"]:
+                    raise not_a_matrix(name, shape, options["stacked"], param.dtype)
         part = self._parts.get(algorithm)
         if part is not None:
             part.add_param_group(group)
@@ -208,7 +237,7 @@ class Muon(Optimizer):
         if algorithm == ADAMW:
             return ShardedOptimizer([group], AdamW, **self._adamw)
         blocks = partial(_blocks, {choice.names[0]: choice.blocks for choice in self.rule})
-        return OwnedOptimizer([group], FullMuon, blocks=blocks, independent=True, **self._options)
+        return _Matrices([group], FullMuon, blocks=blocks, independent=True, **self._options)
 
     def __getstate__(self) -> dict[str, Any]:
         mine = ("_options", "_adamw", "_parts", "rule")
@@ -232,6 +261,13 @@ class Muon(Optimizer):
                     f"Muon.load_state_dict: parameters of group {number} were stepped by "
                     f"{group['algorithm']}, and are by {own} now; give the rule that was saved"
                 )
+            held = (state["state"].get(param, {}) for param in group["params"])
+            odd = (set().union(*held) - {BUFFER}) | (group.keys() - known.keys())
+            if own == MUON and odd:
+                raise ConfigError(
+                    f"Muon.load_state_dict: group {number} is stepped by muon, but has "
+                    f"{', '.join(sorted(map(str, odd)))}: it was saved from another optimizer"
+                )
         loaded: dict[str, dict[str, Any]] = {
             name: {
                 "state": state["state"],
@@ -244,6 +280,18 @@ class Muon(Optimizer):
         super().__setstate__(state)
         for name, part in self._parts.items():
             part.__setstate__(loaded[name])
+
+
+class _Matrices(OwnedOptimizer):
+    """The part that is stepped by Muon; trials of the class are made with matrices."""
+
+    def _probe(self, options: dict[str, Any]) -> Probe:
+        return super()._probe({**options, "stacked": 0})
+
+
+def _full_shape(param: Tensor) -> tuple[int, ...]:
+    placed = placement_of(param, "Muon: a parameter")
+    return tuple(param.shape) if placed is None else placed[0].shape
 
 
 def _groups_of(chosen: Sequence[tuple[Tensor, ParamChoice]]) -> Iterator[dict[str, Any]]:
