@@ -221,3 +221,29 @@ def owners_apart() -> list[str]:
 def test_what_an_owner_failed_to_step_has_no_state(pool: RankPool) -> None:
     first, second = pool.run(2, owners_apart)
     assert first == second != []
+
+
+def saves_other_options(folder: str, which: str) -> str:
+    model = made("per_parameter")
+    optimizer = made_optimizer(model, which)
+    take_steps(model, optimizer, "")
+    for group in optimizer.param_groups:
+        group["lr"] = 0.25 if dist.get_rank() == APART else 0.5
+    with pytest.raises(ConfigError) as caught:
+        checkpoint.save(f"{folder}/one", model, optimizer, step=1)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    checkpoint.save(f"{folder}/two", model, optimizer, step=1)
+    checkpoint.load(f"{folder}/two", model, optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("which", ["itself", "sharded"])
+def test_other_options_are_not_saved(pool: RankPool, tmp_path: Path, which: str) -> None:
+    """Such a checkpoint could not be loaded."""
+    first, *others = pool.run(3, saves_other_options, str(tmp_path), which)
+    assert all(said == first for said in others)
+    assert (
+        "options of 0.weight: lr=0.5 on rank 0, lr=0.25 on 1" in first and first.count("lr=") == 2
+    )
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["latest", "two"]

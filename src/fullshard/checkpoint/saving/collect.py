@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import weakref
 import zlib
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from fullshard._torch import dtensor as _dtensor
 from fullshard.checkpoint.format import Grid, TensorEntry, datafile, encode
 from fullshard.checkpoint.state import (
+    OPTIONS,
     Item,
     Tree,
     sharded,
@@ -26,6 +28,7 @@ from fullshard.checkpoint.state import (
 from fullshard.comm.text import listed
 from fullshard.engine import Unit
 from fullshard.errors import CheckpointError, UnsupportedError
+from fullshard.optim.inner import options_of
 
 EXTRA_STATE = "_extra_state"
 """The names that modules give to theirs."""
@@ -116,6 +119,9 @@ class Collected:
         self.singles = list(singles_of({name: state["state"][name] for name in spread}))
         self.stepped = {name for group in state["param_groups"] for name in group["params"]}
         groups = encode(state["param_groups"], "param_groups")
+        for group in state["param_groups"]:
+            options = json.dumps(encode(options_of(group), "param_groups"), sort_keys=True)
+            self.singles += [Item(name, OPTIONS, options) for name in group["params"]]
         self.values["optimizer"] = {"state": single, "param_groups": groups}
 
     def _is_cut(self, name: str, kept: Mapping[str, Any]) -> bool:

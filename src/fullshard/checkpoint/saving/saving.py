@@ -29,7 +29,7 @@ from fullshard.checkpoint.saving.collect import Collected, collected
 from fullshard.checkpoint.saving.pending import PendingSave, await_save
 from fullshard.checkpoint.saving.replicas import refuse_apart, shared_digests
 from fullshard.checkpoint.saving.write import CopyMemory, Pace, Writing
-from fullshard.checkpoint.state import Tree
+from fullshard.checkpoint.state import OPTIONS, Tree
 from fullshard.checkpoint.stores import Machines, SaveTarget, target_at
 from fullshard.comm.council import Council
 from fullshard.comm.text import listed
@@ -316,17 +316,28 @@ def _check_singles(council: Council, keys: Sequence[str]) -> None:
     """
     ranks = {key: keys.index(key) for key in keys}
     found: dict[tuple[str, str], tuple[str, int]] = {}
-    problems = []
+    problems: dict[tuple[str, ...], str] = {}  # options are those of many parameters
     for shared_key, rank in ranks.items():
         for name, key, value in json.loads(council.take(shared_key)):
             other, first = found.setdefault((name, key), (value, rank))
             if other != value:
-                problems.append(f"{key} of {name} is {other} on rank {first}, {value} on {rank}")
+                theirs, ours = _apart(other, value) if key == OPTIONS else (other, value)
+                text = f"{key} of {name}: {theirs} on rank {first}, {ours} on {rank}"
+                problems.setdefault((key, other, value, *[name] * (key != OPTIONS)), text)
     if problems:
         raise ConfigError(
-            f"the optimizers of ranks differ: {listed(problems, between='; ')}. All ranks must "
-            "take the same steps; to make the optimizers equal, load one state dict on all ranks"
+            f"the optimizers of ranks differ: {listed(problems.values(), between='; ')}. All ranks "
+            "must take the same steps with the same options; to make the optimizers equal, load "
+            "one state dict on all ranks"
         )
+
+
+def _apart(one: str, other: str) -> tuple[str, str]:
+    """Return the options that differ, of two groups in JSON."""
+    groups = json.loads(one), json.loads(other)
+    keys = [key for key in {**groups[0], **groups[1]} if groups[0].get(key) != groups[1].get(key)]
+    first, second = (", ".join(f"{key}={group.get(key)}" for key in keys) for group in groups)
+    return first, second
 
 
 def _tell_apart(council: Council, model: nn.Module, optimizer: Optimizer | None) -> None:
