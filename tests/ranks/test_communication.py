@@ -275,3 +275,14 @@ def test_a_custom_gather_may_keep_its_memory() -> None:
         expected = [float(10 * rank + number) for rank in (0, 1) for _ in range(number + 2)]
         assert output.tolist() == expected
     assert gather.called == 1
+
+
+@on_ranks(2)
+def test_a_custom_reduction_divides_before_it_rounds() -> None:
+    """The sum of both ranks is more than fp16 can hold; the mean is not."""
+    policy = fullshard.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    model: Any = nn.Linear(1, 2, bias=False).half()
+    fullshard.fully_shard(model, mp_policy=policy)
+    model.set_custom_reduce_scatter(Reduce(asynchronous=False))
+    model(torch.full((1, 1), 40_000.0, dtype=torch.float16)).sum().backward()
+    assert (model.weight.grad.full_tensor() == 40_000.0).all()

@@ -355,3 +355,24 @@ def test_units_that_no_backward_reached_have_no_gradients() -> None:
     found = grads_of(model)
     found = [(found[name] is None) != name.startswith("blocks.0") for name in found]
     assert all(found)
+
+
+@on_ranks(2, 3)
+def test_gradients_that_wait_outlive_a_change_of_wires() -> None:
+    plain = make()
+    model: Any = shard(copy.deepcopy(plain))
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    for one in (model, plain):
+        for part in range(2):
+            one(batch(part)).square().mean().backward()
+    model.set_separate_reduce_scatter_group()  # forgets the unsharded parameters
+    model.set_requires_gradient_sync(True)
+    finalize(model, False)
+    assert worst_difference(model, plain) <= EXACT
+    model.zero_grad()
+    plain.zero_grad()
+    for one in (model, plain):
+        one(batch(2)).square().mean().backward()
+    finalize(model, False)
+    assert worst_difference(model, plain) <= EXACT

@@ -107,4 +107,4 @@ def _spread(outputs: Sequence[Tensor], flat: Tensor, world: int) -> None:
 
 
 def _put_divided(received: Tensor, output: Tensor, world: int) -> None:
-    output.copy_(received).div_(world)
+    output.copy_(received.div_(world))  # its dtype is wider, if they differ

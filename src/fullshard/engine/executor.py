@@ -18,6 +18,7 @@ from fullshard import watch
 from fullshard._torch import autograd as _autograd
 from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.reduce import Gradients, resolve_presence
 from fullshard.engine.steps import StepLog
 from fullshard.engine.unit import Retained, Unit, check_lent_alike
@@ -505,14 +506,18 @@ def _unshard(engine: Engine, unit: Unit, *, is_retry: bool = False) -> None:
     """Start all gathers, or with ``is_retry`` those that failed; make missing unsharded sides."""
     for bucket in unit.buckets:
         if not bucket.is_materialized:
-            fresh = bucket.materialize(engine.lanes, engine.meter)
-            engine.backward.watch(unit, fresh.params)
-            bucket.sync_requires_grad()
+            _materialize(engine, unit, bucket)
     if engine.scheduler.idle:  # the user unshards; otherwise a root has just prepared the units
         unit.was_written()
     for bucket in unit.buckets:
         if not (is_retry and bucket.is_gathered):
             bucket.materialized.start()
+
+
+def _materialize(engine: Engine, unit: Unit, bucket: Bucket) -> None:
+    fresh = bucket.materialize(engine.lanes, engine.meter)
+    engine.backward.watch(unit, fresh.params)
+    bucket.sync_requires_grad()
 
 
 def _wait(engine: Engine, unit: Unit) -> None:
@@ -556,10 +561,18 @@ def _forget(_: Engine, unit: Unit) -> None:
         bucket.forget_gradients()
 
 
-def _each(act: Callable[[Gradients], None]) -> Callable[[Engine, Unit], None]:
-    """Return the action that calls ``act`` on the gradients of each bucket."""
+def _each(
+    act: Callable[[Gradients], None], *, may_wait: bool = False
+) -> Callable[[Engine, Unit], None]:
+    """Return the action that calls ``act`` on the gradients of each bucket.
 
-    def act_on_each(_: Engine, unit: Unit) -> None:
+    ``may_wait``: also if gradients wait of an unsharded side that was forgotten since.
+    """
+
+    def act_on_each(engine: Engine, unit: Unit) -> None:
+        for bucket in unit.buckets if may_wait else ():
+            if bucket.unsharded is None:
+                _materialize(engine, unit, bucket)
         for gradients in unit.gradients():
             act(gradients)
 
@@ -574,8 +587,8 @@ _ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
     Op.RETAIN: _retain,
     Op.RESHARD: _reshard,
     Op.RESHARD_TO_SECONDARY: partial(_reshard, to_secondary=True),
-    Op.REDUCE_SCATTER: _each(Gradients.start),
-    Op.ALL_REDUCE: _each(Gradients.all_reduce),
+    Op.REDUCE_SCATTER: _each(Gradients.start, may_wait=True),
+    Op.ALL_REDUCE: _each(Gradients.all_reduce, may_wait=True),
     Op.KEEP_PARTIAL: _each(Gradients.keep_partial),
     Op.FINISH_REDUCE: _each(Gradients.finish),
     Op.ACCUMULATE: _each(Gradients.accumulate),

@@ -158,11 +158,17 @@ def find_interrupted(beginning: Optimizer | None = None) -> None:
     """
     if not _begun:
         return
+    with _lock:
+        begun = dict(_begun)  # before the stacks are read: another thread may begin a step
     running = _nn.stepping_optimizers()
     if id(beginning) in running:
         running.remove(id(beginning))
     with _lock:
-        left = {one: its.era for one, its in _begun.items() if id(one) not in running}
+        left = {
+            one: its.era
+            for one, its in begun.items()
+            if id(one) not in running and _begun.get(one) is its
+        }
         for optimizer in left:
             del _begun[optimizer]
         logs = list(_logs)
