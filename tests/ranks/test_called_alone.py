@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel, PerParameter, Ragged, fully_shard
 from fullshard.errors import FullshardError, ProtocolError, RaggedOperationError
 from fullshard.tensors import uses
-from tests.ranks.models import shard_units
+from tests.ranks.models import fill, shard_units
 from tests.ranks.pool import on_ranks
 
 FACES = ("rows", "ragged", "flat")
@@ -249,3 +250,52 @@ def test_a_module_that_peft_returns_is_explained() -> None:
     _, text = caught(lambda: inner(ids))
     assert "(Embedding) was called while its parameter weight was sharded" in text, text
     assert "fully_shard" in text and "(Net) itself" in text
+
+
+class Scales(nn.Module):
+    """A base class whose methods a subclass replaces by other things than functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+
+    def cached(self) -> float:
+        raise NotImplementedError
+
+    def shown(self) -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def fixed() -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * self.cached() * self.shown * self.fixed() * self.of_class()
+
+    def of_class(self) -> float:
+        raise NotImplementedError
+
+
+class Overrides(Scales):
+    @functools.cache  # noqa: B019
+    def cached(self) -> float:
+        return 2.0
+
+    @property
+    def shown(self) -> float:
+        return 3.0
+
+    def fixed(self) -> float:  # type: ignore[override]
+        return 5.0
+
+    @classmethod
+    def of_class(cls) -> float:
+        return 7.0
+
+
+@on_ranks(2)
+def test_overrides_that_are_no_functions_stay() -> None:
+    plain = fill(Overrides().double())
+    model = fully_shard(copy.deepcopy(plain))
+    x = torch.ones(2, 3, dtype=torch.float64)
+    assert torch.allclose(model(x), plain(x), rtol=1e-12)

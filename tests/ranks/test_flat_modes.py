@@ -9,7 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fullshard as ours
 from fullshard import FullyShardedDataParallel as FSDP
@@ -216,3 +218,87 @@ def test_edited_shards_are_seen_where_no_sync_kept_parameters_whole(original: bo
     new_out, old_out = new(batch(1, FP64)), old(batch(1, FP64))
     from_new, from_old = (found - new_out).abs().max().item(), (found - old_out).abs().max().item()
     assert from_new < EXACT < from_old
+
+
+# inputs and buffers of inner wrappers
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        self.seen.append(scale.dtype)
+        return self.lin(x.to(self.lin.weight.dtype)) * scale
+
+
+class Recomputed(nn.Module):
+    def __init__(self, kit: Any, use_reentrant: bool) -> None:
+        super().__init__()
+        low = kit.MixedPrecision(BF16)
+        self.layer = kit.FullyShardedDataParallel(
+            fill(Layer()), mixed_precision=low, device_id=torch.device("cpu")
+        )
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.full((6,), 1.0009765625)  # not a number in bf16
+        return checkpoint(self.layer, x, scale, use_reentrant=self.use_reentrant)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputed_wrapper_casts_as_in_forward(use_reentrant: bool) -> None:
+    grads = []
+    for kit in (ours, theirs):
+        inner = Recomputed(kit, use_reentrant)
+        model = kit.FullyShardedDataParallel(
+            inner, mixed_precision=kit.MixedPrecision(BF16), device_id=torch.device("cpu")
+        )
+        x = noise(3, 6, dtype=FP32).requires_grad_()
+        model(x).float().square().sum().backward()
+        assert inner.layer.module.seen == [FP32] * 2
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+class Shares(nn.Module):
+    """Two modules with one buffer, and a module to be ignored with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.rope = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2)
+        mask = torch.full((3,), 1.0009765625)
+        for module in (self.one, self.two):
+            module.register_buffer("mask", mask)
+        self.rope.register_buffer("freq", torch.ones(2))
+        self.again = self.one
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x.to(self.one.weight.dtype)))
+
+
+@on_ranks(2)
+def test_buffers_stay_shared_and_those_of_ignored_modules_stay() -> None:
+    for kit in (ours, theirs):
+        plain = Shares()
+        mask = plain.one.mask
+        model = kit.FullyShardedDataParallel(
+            plain,
+            ignored_modules=[plain.rope],
+            mixed_precision=kit.MixedPrecision(BF16, buffer_dtype=BF16),
+            device_id=torch.device("cpu"),
+        )
+        model(torch.ones(2, 4))
+        assert plain.one.mask is plain.two.mask is mask and mask.dtype == BF16
+        assert plain.rope.freq.dtype == FP32
+
+
+@on_ranks(2)
+def test_state_dicts_have_buffers_in_their_dtype_under_all_names() -> None:
+    model = FSDP(Shares(), mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
+    model(torch.ones(2, 4))
+    state = model.state_dict()
+    assert {state[f"{name}.mask"].dtype for name in ("one", "two", "again")} == {FP32}

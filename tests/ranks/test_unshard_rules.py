@@ -6,13 +6,14 @@ import copy
 import io
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fullshard
 from fullshard import checkpoint, errors, iter_full_params, unshard_params
@@ -184,25 +185,25 @@ def checked(mesh: str) -> None:
         model.gain.mul_(2)
     assert torch.equal(full(model.gain), before["gain"] * 2)
     for what in ("value", "gradient", "absent"):
-        found = errors.ProtocolError if group == 1 else ()
-        try:
-            with unshard_params(model, check=True, with_grads=True), torch.no_grad():
-                model.blocks[0].norm.bias.add_(1)
-                if what == "gradient":
-                    model.gain.grad = torch.full_like(model.gain, float(last))
-                elif what == "absent":
-                    model.gain.grad = torch.ones_like(model.gain) if last else None
-                else:
-                    model.gain[-1] += 0.5 * last
-        except errors.ProtocolError as error:
-            assert found and "ranks wrote different values to gain;" in str(error)
-        else:
-            assert not found
-        assert model.gain.grad is None or not found
+        said = (
+            "ranks wrote different values to gain;" if group == 1 else "ranks with other parts of"
+        )
+        with (
+            pytest.raises(errors.ProtocolError, match=said),
+            unshard_params(model, check=True, with_grads=True),
+            torch.no_grad(),
+        ):
+            model.blocks[0].norm.bias.add_(1)
+            if what == "gradient":
+                model.gain.grad = torch.full_like(model.gain, float(last))
+            elif what == "absent":
+                model.gain.grad = torch.ones_like(model.gain) if last else None
+            else:
+                model.gain[-1] += 0.5 * last
+        assert model.gain.grad is None
     assert torch.equal(full(model.gain), before["gain"] * 2)
-    if mesh != "2d":  # with 2d, the other group agrees and keeps its edits
-        name = "blocks.0.norm.bias"
-        assert torch.equal(full(model.get_parameter(name)), before[name])
+    name = "blocks.0.norm.bias"
+    assert torch.equal(full(model.get_parameter(name)), before[name])
 
 
 def one_rank_leaves() -> None:
@@ -451,6 +452,20 @@ def what_is_done_to_lent_parameters() -> None:
     model.zero_grad()
     model.blocks[0].bias.requires_grad_(True)
     usable(model, plain)
+    weight = model.head.weight
+    for change in (lambda data: data.t(), lambda data: torch.cat([data, data])):
+        for rank0_only in (False, True):
+            before = full_parameters(model)
+            with (
+                pytest.raises(errors.ConfigError, match=r"parameter head\.weight was replaced")
+                if not rank0_only or dist.get_rank() == 0
+                else nullcontext(),
+                unshard_params(model, rank0_only=rank0_only),
+            ):
+                if isinstance(model.head.weight, nn.Parameter) and model.head.weight is not weight:
+                    model.head.weight.data = change(model.head.weight.data)
+            after = full_parameters(model)
+            assert all(torch.equal(after[name], value) for name, value in before.items())
     for replace in (lambda: nn.Parameter(torch.ones(4)), lambda: None):
         before = state_of(model)
         with (
@@ -593,3 +608,45 @@ def test_at_most_one_unit_is_on_the_device(pool: RankPool, layout: Any) -> None:
         assert 0 < offloading <= 2 * unit  # a unit and the copy's source
     for _, lending, unit in pool.run(2, peaks, layout, {}):
         assert lending >= 20 * unit * 0.9
+
+
+def moved_between_ranks() -> None:
+    """A tensor-parallel parameter is left placed otherwise: its local part is another."""
+    model = sharded_net("2d", "per_param")
+    before = full_parameters(model)
+    name = "blocks.0.up.weight"
+    with (
+        pytest.raises(errors.ConfigError, match=r"up\.weight was replaced .* placed as"),
+        unshard_params(model),
+        torch.no_grad(),
+    ):
+        up = model.blocks[0].up
+        assert isinstance(up.weight, DTensor)
+        up.weight = nn.Parameter(up.weight.redistribute(placements=[Replicate()]))
+    assert all(torch.equal(value, before[n]) for n, value in full_parameters(model).items())
+    assert name in before
+
+
+def test_parameters_placed_otherwise_are_not_written_back(pool: RankPool) -> None:
+    pool.run(4, moved_between_ranks)
+
+
+@on_ranks(2)
+def test_a_flat_parameter_is_frozen_as_a_whole() -> None:
+    model: Any = fullshard.FullyShardedDataParallel(make())
+    with unshard_params(model):
+        for param in model.parameters():
+            param.requires_grad_(False)
+    model(batch())
+    assert not any(param.requires_grad for param in model.parameters())
+    with unshard_params(model):
+        for param in model.parameters():
+            param.requires_grad_(True)
+    model(batch()).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+    with (
+        pytest.raises(errors.ConfigError, match="were frozen, but with use_orig_params=False"),
+        unshard_params(model),
+    ):
+        next(iter(model.parameters())).requires_grad_(False)
+    assert all(param.requires_grad for param in model.parameters())

@@ -91,6 +91,8 @@ class Bucket:
         new = copy.copy(self)
         label = copy.copy(self.spec.label)
         new.spec = replace(self.spec.labelled(label), wire_check=WireCheck())
+        inspect = copy.deepcopy(self.reduce_policy.inspect)  # it collects findings
+        new.reduce_policy = replace(self.reduce_policy, inspect=inspect)
         new.unsharded = new.gradients = None
         new.waiting = Waiting()
         new.shards = self.shards.copy()
@@ -290,6 +292,8 @@ class Bucket:
         for sharded, flag, old in zip(self.sharded_params, flags, last, strict=True):
             if flag != old:
                 sharded.requires_grad_(flag)
+        if self.front is not None and len(set(flags)) == 1:
+            self.front.param.requires_grad_(flags[0])
         self._requires_grad = flags
 
     def reshard(self, *, to_secondary: bool = False, retained: bool = False) -> None:

@@ -252,6 +252,10 @@ class Loan:
             self._taken = self._unit.registration.take_back(self._unit.buckets)
         except ConfigError as error:
             problem, keep = error, False
+        for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
+            flags = {param.requires_grad for param in params or ()}
+            if bucket.front is not None and len(flags) > 1:
+                problem, keep = _frozen_in_part(self._terms.call, bucket), False
         tied = self._unit.registration.lent_ties(self._unit.buckets)
         if tied and self._terms.rank0_only:
             problem, keep = _tied_on_one_rank(self._terms.call, tied), False
@@ -351,6 +355,14 @@ def _tied_on_one_rank(call: str, names: Sequence[str]) -> ConfigError:
     )
 
 
+def _frozen_in_part(call: str, bucket: Bucket) -> ConfigError:
+    return ConfigError(
+        f"inside of {call} some of the parameters {', '.join(bucket.names)} were frozen, but with "
+        "use_orig_params=False they are one flat parameter. Nothing was written back; freeze all "
+        "of them, or set use_orig_params=True"
+    )
+
+
 def _grads(bucket: Bucket, params: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradients that the user left, full over the data-parallel ranks."""
     grads = [param.grad for param in params]
@@ -385,6 +397,8 @@ def _put_grads(bucket: Bucket, row: Tensor, present: Sequence[bool]) -> None:
 
 def _freeze(bucket: Bucket, flags: Sequence[bool]) -> None:
     """Freeze and unfreeze the sharded parameters as the user did the full parameters."""
+    if bucket.front is not None:
+        bucket.front.param.requires_grad_(flags[0])
     for param, flag in zip(bucket.sharded_params, flags, strict=True):
         if param.requires_grad != flag:
             param.requires_grad_(flag)

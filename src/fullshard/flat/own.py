@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from fullshard._torch import nn as _nn
 from fullshard.comm import broadcast_together, is_dry
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.ownership import unit_of
@@ -90,7 +91,7 @@ class OwnTensors:
                 if not is_lazy(tensor):
                     tensor.data = tensor.data.to(device)
             else:
-                module._buffers[name] = tensor.to(device)
+                _nn.set_buffer(module, name, tensor.to(device))
 
     def straighten(self) -> None:
         """Make contiguous the parameters with another dense memory format, such as channels_last.

@@ -157,10 +157,10 @@ class StateDicts(nn.Module):
 
     def _own_dtypes(self) -> dict[str, torch.dtype]:
         """Return the original dtypes of cast buffers, by clean name."""
-        found = {}
-        for prefix, module in self.named_modules():
+        found, wrappers = {}, _wrappers(self)
+        for prefix, module in self.named_modules(remove_duplicate=False):
             for name in module._buffers:
-                for wrapper in _wrappers(self):
+                for wrapper in wrappers:
                     dtype = wrapper._precision.buffers.get((module, name))
                     if dtype is not None:
                         found[clean_name(f"{prefix}.{name}" if prefix else name)] = dtype

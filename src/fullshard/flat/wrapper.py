@@ -161,6 +161,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         setattr(self, WRAPPED, module)
         self._given = given
         self._precision = Precision(precision, is_exempt=_is_exempt)
+        self._ignored_modules = ignored.modules
         # Now, because shards differ in size between ranks.
         check_not_sharded(collect([self], ignored.params).params, what_to_do=TOGETHER_IN_A_WRAPPER)
         self._fill(OwnTensors(module, ignored), device, param_init_fn)
@@ -190,6 +191,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             secondary=None,
             policy=self._precision.policy,
             ignored=set(ignored.params),
+            ignored_modules=ignored.modules,
             placement_fn=None,
             layout=Ragged(),
             offload=as_offload(given.cpu_offload, self.compute_device),
@@ -230,8 +232,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         unit = self._unit
         if unit.is_lent:  # parameters have their own dtypes
             return getattr(self, WRAPPED)(*args, **kwargs)
-        is_root = engine_of(unit).scheduler.depth == 1
-        if self._precision.casts_inputs(is_root=is_root, has_params=bool(unit.buckets)):
+        if self._precision.casts_inputs(is_root=self._is_root, has_params=bool(unit.buckets)):
             args, kwargs = self._precision.cast(args), self._precision.cast(kwargs)
         if self._precision.is_exempt:
             return self._precision.run_exempt(getattr(self, WRAPPED), args, kwargs)
@@ -243,7 +244,8 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         unit = self._unit
         if not unit.is_lent and self._precision.options.full_precision_in_eval:
             self._follow_modes()
-        self._precision.cast_buffers(own_modules(getattr(self, WRAPPED)), is_lent=unit.is_lent)
+        own = own_modules(getattr(self, WRAPPED), Ignored(self._ignored_modules))
+        self._precision.cast_buffers(own, is_lent=unit.is_lent)
         return super().__call__(*args, **kwargs)
 
     def _follow_modes(self) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm import gather_over
 from fullshard.device import BufferKind
 from fullshard.engine import (
     Loan,
@@ -22,7 +23,7 @@ from fullshard.engine import (
     is_first,
     is_first_copy,
 )
-from fullshard.errors import ArgumentTypeError, ConfigError, FullshardError
+from fullshard.errors import ArgumentTypeError, ConfigError, FullshardError, ProtocolError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import outside, owner_of, unit_of
 from fullshard.frontend.places import Held, Place, held_params, places_of
@@ -125,6 +126,8 @@ def lent(
 def _take_back(loans: Mapping[Unit, Loan], terms: Terms, *, keep: bool) -> None:
     """Restore the modules of all units, then write all or nothing, then raise the first problem."""
     problems = [_tied_across(loans, terms), *(loan.take_back(keep=keep) for loan in loans.values())]
+    if terms.check:
+        problems.append(_refused_elsewhere(loans, terms, is_refused=any(problems)))
     if terms.writeback:
         for unit, loan in loans.items():
             loan.write(keep=keep and not any(problems))
@@ -150,6 +153,21 @@ def _tied_across(loans: Mapping[Unit, Loan], terms: Terms) -> FullshardError | N
                     "was written back; tie them before fully_shard"
                 )
     return None
+
+
+def _refused_elsewhere(
+    loans: Iterable[Unit], terms: Terms, *, is_refused: bool
+) -> FullshardError | None:
+    """Return an error if ranks with other parts of tensor-parallel parameters raise one."""
+    specs = (bucket.spec.parallel or () for unit in loans for bucket in unit.buckets)
+    for mesh in dict.fromkeys(one.mesh for one in chain.from_iterable(specs) if one is not None):
+        is_refused |= any(gather_over(is_refused, mesh))
+    if not is_refused:
+        return None
+    return ProtocolError(
+        f"{terms.call} with check=True: ranks with other parts of the tensor-parallel parameters "
+        "cannot keep what they wrote, so nothing was kept"
+    )
 
 
 def _checked_terms(call: str, flags: Mapping[str, bool], *, check: bool, on_error: str) -> Terms:

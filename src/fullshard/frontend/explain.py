@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from inspect import isfunction
-from itertools import islice
+from itertools import chain, islice
 from traceback import walk_stack
 from typing import Any
 
@@ -173,12 +173,13 @@ def guarded_methods(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     sharded; the error then says what to do. ``resize_token_embeddings`` has an error of its own.
     """
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    return {
-        name: guard_resize(function) if name == RESIZE else _guard(name, function)
-        for base in reversed(bases)
-        for name, function in vars(base).items()
-        if isfunction(function) and not name.startswith("_") and not hasattr(nn.Module, name)
-    }
+    found: dict[str, Callable[..., Any]] = {}
+    for name, value in chain.from_iterable(vars(base).items() for base in reversed(bases)):
+        if isfunction(value) and not name.startswith("_") and not hasattr(nn.Module, name):
+            found[name] = guard_resize(value) if name == RESIZE else _guard(name, value)
+        else:  # such as a property or a cached function in place of a method of a base
+            found.pop(name, None)
+    return found
 
 
 def _guard(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

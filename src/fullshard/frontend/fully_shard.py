@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -236,7 +236,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
         num_members=len(modules),
         num_inside=len(below.units),
     )
-    _move_buffers(below.modules, device)
+    _move_buffers((one for one in below.modules if one not in choices.ignored_modules), device)
     Engine.join((engine_of(u) for u in below.units), unit, UnitPolicy(choices.after_forward))
     places.show_sharded(buckets)
     for param in chain.from_iterable(bucket.sharded_params for bucket in buckets):
@@ -274,11 +274,11 @@ def _places(
     return FlatPlaces(where, innermost(next(wrapper.children())), fronts)
 
 
-def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
+                _nn.set_buffer(module, name, buffer.to(device))
 
 
 def _name_units(modules: Sequence[nn.Module], unit: Unit) -> None:
@@ -327,6 +327,8 @@ class CallOptions:
     offload: Offload | None = None
     shown: Shown = Shown.DTENSORS
     wire: WirePolicy = field(default_factory=WirePolicy)
+    ignored_modules: Collection[nn.Module] = ()
+    """Modules whose buffers stay where they are."""
 
     def layout_on(self, mesh: DataMesh) -> LayoutStrategy:
         """Return the layout on ``mesh``; ``PerParameter`` if nothing is cut, as it keeps shapes."""

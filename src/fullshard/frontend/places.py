@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard._torch import nn as _nn
 from fullshard.engine import Bucket, FlatParameter, Unit
 from fullshard.errors import ConfigError, ProtocolError
-from fullshard.tensors import AbsentParameter
+from fullshard.tensors import AbsentParameter, local_part
 from fullshard.tensors.form import clean_name
 
 
@@ -180,6 +181,7 @@ class Places:
     ) -> None:
         """See ``engine.Registration``."""
         self._lent = params
+        self._lent_as = {id(param): _facts(param) for param, _ in _numbered(params)}
         self._show_again(buckets)
 
     def take_back(self, buckets: Sequence[Bucket]) -> list[list[Tensor] | None]:
@@ -227,20 +229,18 @@ class Places:
 
     def _taken(self, bucket: Bucket, number: int, shown: list[Any], lent: nn.Parameter) -> Tensor:
         """Return what the user left in the places of ``lent``; raise if it is unusable."""
-        ours = (type(lent.data), lent.shape)
+        ours = self._lent_as[id(lent)]  # its ``data`` may be another tensor by now
         left = shown[0] if len(shown) == 1 else None
-        if isinstance(left, Tensor) and (type(left.data), left.shape) == ours:
+        if isinstance(left, Tensor) and _facts(left) == ours:
             return left
         what = " and ".join(
-            f"{type(one.data).__name__} of {tuple(one.shape)}"
-            if isinstance(one, Tensor)
-            else type(one).__name__
+            _described(_facts(one)) if isinstance(one, Tensor) else type(one).__name__
             for one in shown
         )
         raise ConfigError(
             f"parameter {bucket.names[number]} was replaced inside of the with block by {what}; "
-            f"expected one {ours[0].__name__} of {tuple(ours[1])} in all its places. Nothing was "
-            "written back; write into the parameter instead"
+            f"expected one {_described(ours)} in all its places. Nothing was written back; write "
+            "into the parameter instead"
         )
 
     def take_over(self, unit: Unit, *, keeps_ties: bool = False) -> None:
@@ -335,6 +335,28 @@ class Places:
             f"{tuple(ours.shape)} with the same placement. Replace parameters before fully_shard, "
             "tie them before it or within a unit, or write into the sharded ones"
         )
+
+
+class _Facts(NamedTuple):
+    """The properties that a tensor has in common with the lent parameter that it replaces."""
+
+    kind: type[Tensor]
+    shape: torch.Size
+    local_shape: torch.Size
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+
+
+def _facts(tensor: Tensor) -> _Facts:
+    place: tuple[Any, Any] = (None, ())
+    if isinstance(tensor, DTensor):
+        place = tensor.device_mesh, tuple(tensor.placements)
+    return _Facts(type(tensor.data), tensor.shape, local_part(tensor).shape, *place)
+
+
+def _described(facts: _Facts) -> str:
+    placed = f" placed as {facts.placements}" if facts.placements else ""
+    return f"{facts.kind.__name__} of {tuple(facts.shape)}{placed}"
 
 
 def _named(slot: _Slot) -> str:
