@@ -286,3 +286,13 @@ def test_a_custom_reduction_divides_before_it_rounds() -> None:
     model.set_custom_reduce_scatter(Reduce(asynchronous=False))
     model(torch.full((1, 1), 40_000.0, dtype=torch.float16)).sum().backward()
     assert (model.weight.grad.full_tensor() == 40_000.0).all()
+
+
+@on_ranks(3)
+def test_a_custom_reduction_divides_in_the_dtype_of_wider_gradients() -> None:
+    policy = fullshard.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    model: Any = nn.Linear(1, 3, bias=False)
+    fullshard.fully_shard(model, mp_policy=policy)
+    model.set_custom_reduce_scatter(Reduce(asynchronous=False))
+    model(torch.full((1, 1), float(dist.get_rank() == 0))).sum().backward()
+    assert (model.weight.grad.full_tensor() == 1 / torch.tensor(3.0)).all()

@@ -284,7 +284,6 @@ class Shares(nn.Module):
 def test_buffers_stay_shared_and_those_of_ignored_modules_stay() -> None:
     for kit in (ours, theirs):
         plain = Shares()
-        mask = plain.one.mask
         model = kit.FullyShardedDataParallel(
             plain,
             ignored_modules=[plain.rope],
@@ -292,7 +291,7 @@ def test_buffers_stay_shared_and_those_of_ignored_modules_stay() -> None:
             device_id=torch.device("cpu"),
         )
         model(torch.ones(2, 4))
-        assert plain.one.mask is plain.two.mask is mask and mask.dtype == BF16
+        assert plain.one.mask is plain.two.mask and plain.one.mask.dtype == BF16
         assert plain.rope.freq.dtype == FP32
 
 
@@ -302,3 +301,11 @@ def test_state_dicts_have_buffers_in_their_dtype_under_all_names() -> None:
     model(torch.ones(2, 4))
     state = model.state_dict()
     assert {state[f"{name}.mask"].dtype for name in ("one", "two", "again")} == {FP32}
+
+
+@on_ranks(2)
+def test_a_wrapper_that_is_called_alone_casts_as_a_root() -> None:
+    inner = FSDP(fill(Layer()), mixed_precision=MixedPrecision(BF16))
+    FSDP(nn.Sequential(inner), mixed_precision=MixedPrecision(BF16))
+    inner(torch.ones(2, 6), torch.ones(6)).sum().backward()
+    assert inner.module.seen == [BF16]

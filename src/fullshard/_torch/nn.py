@@ -71,15 +71,6 @@ def is_managed(module: nn.Module) -> bool:
     return hasattr(module, "_is_fsdp_managed_module")
 
 
-def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
-    """Set a buffer to ``value``, a plain one also in all other modules that have it."""
-    buffer = module._buffers[name]
-    if type(buffer) is Tensor and type(value) is Tensor:
-        buffer.data = value
-    else:
-        module._buffers[name] = value
-
-
 def mark_flattened(param: Tensor, fqns: Iterable[str] | None = None) -> None:
     """Make ``param`` known as a parameter of a ``FullyShardedDataParallel`` wrapper.
 

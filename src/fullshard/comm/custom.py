@@ -107,4 +107,8 @@ def _spread(outputs: Sequence[Tensor], flat: Tensor, world: int) -> None:
 
 
 def _put_divided(received: Tensor, output: Tensor, world: int) -> None:
-    output.copy_(received.div_(world))  # its dtype is wider, if they differ
+    """Divide in the wider dtype, so that the result is rounded once."""
+    if received.itemsize >= output.itemsize:
+        output.copy_(received.div_(world))
+    else:
+        output.copy_(received).div_(world)

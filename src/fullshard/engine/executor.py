@@ -566,7 +566,7 @@ def _each(
 ) -> Callable[[Engine, Unit], None]:
     """Return the action that calls ``act`` on the gradients of each bucket.
 
-    ``may_wait``: also if gradients wait of an unsharded side that was forgotten since.
+    ``may_wait``: gradients may wait though the unsharded side was forgotten; make it again.
     """
 
     def act_on_each(engine: Engine, unit: Unit) -> None:

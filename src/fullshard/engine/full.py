@@ -357,9 +357,9 @@ def _tied_on_one_rank(call: str, names: Sequence[str]) -> ConfigError:
 
 def _frozen_in_part(call: str, bucket: Bucket) -> ConfigError:
     return ConfigError(
-        f"inside of {call} some of the parameters {', '.join(bucket.names)} were frozen, but with "
-        "use_orig_params=False they are one flat parameter. Nothing was written back; freeze all "
-        "of them, or set use_orig_params=True"
+        f"inside of {call} only some of the {len(bucket.names)} parameters that are one flat "
+        f"parameter with {bucket.names[0]} were frozen or unfrozen. Nothing was written back; "
+        "freeze all of them, or set use_orig_params=True"
     )
 
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from fullshard._torch import nn as _nn
 from fullshard.comm import broadcast_together, is_dry
 from fullshard.errors import ArgumentTypeError, ConfigError
-from fullshard.frontend.ownership import unit_of
+from fullshard.frontend.ownership import set_buffer, unit_of
 from fullshard.tensors import local_part
 from fullshard.wrap.units import Ignored, Without
 
@@ -91,7 +90,7 @@ class OwnTensors:
                 if not is_lazy(tensor):
                     tensor.data = tensor.data.to(device)
             else:
-                _nn.set_buffer(module, name, tensor.to(device))
+                set_buffer(module, name, tensor.to(device))
 
     def straighten(self) -> None:
         """Make contiguous the parameters with another dense memory format, such as channels_last.

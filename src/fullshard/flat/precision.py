@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fullshard._torch import nn as _nn
 from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
 from fullshard.errors import ArgumentTypeError, ProtocolError
 from fullshard.flat.options import MixedPrecision
@@ -86,19 +85,19 @@ class Precision:
         dtype = self.options.buffer_dtype
         if dtype is None:
             return
-        own: dict[tuple[nn.Module, str], torch.dtype] = {}  # all first: modules may share a buffer
+        cast: dict[int, tuple[Tensor, Tensor]] = {}  # a buffer of several modules stays one
         for module in modules:
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    own[module, name] = self.buffers.get((module, name), buffer.dtype)
-        for (module, name), first in own.items():
-            buffer = module._buffers[name]
-            assert buffer is not None
-            wanted = first if self.in_eval or is_lent else dtype
-            if first != dtype:
-                self.buffers[module, name] = first
-            if buffer.dtype != wanted:
-                _nn.set_buffer(module, name, buffer.to(wanted))
+                if buffer is None or not buffer.is_floating_point():
+                    continue
+                is_full = self.in_eval or is_lent
+                own = self.buffers.get((module, name), buffer.dtype)
+                wanted = own if is_full else dtype
+                if buffer.dtype != wanted:
+                    self.buffers.setdefault((module, name), buffer.dtype)
+                    if id(buffer) not in cast:
+                        cast[id(buffer)] = buffer, buffer.to(wanted)
+                    module._buffers[name] = cast[id(buffer)][1]
 
     def keep_reduced(self, unit: Unit) -> None:
         """Keep reduced gradients in the dtype of reduction with ``keep_low_precision_grads``."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullshard._torch import autograd as _autograd
 from fullshard._torch import dynamo as _dynamo
 from fullshard.comm import HookedCopies, HookedShards, Settled, SingleRank
 from fullshard.engine import Bucket, Unit, WirePolicy
@@ -55,6 +56,7 @@ from fullshard.layout import Ragged
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import AfterForward, Ahead
 from fullshard.schedule import triggers as when
+from fullshard.schedule.triggers import NO_TASK
 from fullshard.tensors.form import WRAPPED
 from fullshard.wrap.units import Ignored
 
@@ -162,6 +164,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         self._given = given
         self._precision = Precision(precision, is_exempt=_is_exempt)
         self._ignored_modules = ignored.modules
+        self._ran_as_root = False
         # Now, because shards differ in size between ranks.
         check_not_sharded(collect([self], ignored.params).params, what_to_do=TOGETHER_IN_A_WRAPPER)
         self._fill(OwnTensors(module, ignored), device, param_init_fn)
@@ -232,7 +235,9 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         unit = self._unit
         if unit.is_lent:  # parameters have their own dtypes
             return getattr(self, WRAPPED)(*args, **kwargs)
-        if self._precision.casts_inputs(is_root=self._is_root, has_params=bool(unit.buckets)):
+        if _autograd.current_task() == NO_TASK:  # else it is recomputed, as in its forward
+            self._ran_as_root = engine_of(unit).scheduler.depth == 1
+        if self._precision.casts_inputs(is_root=self._ran_as_root, has_params=bool(unit.buckets)):
             args, kwargs = self._precision.cast(args), self._precision.cast(kwargs)
         if self._precision.is_exempt:
             return self._precision.run_exempt(getattr(self, WRAPPED), args, kwargs)

@@ -74,9 +74,10 @@ def unshard_params(
 
     Raises:
         ConfigError, ArgumentTypeError: if arguments cannot work, if ``recurse=False`` leaves no
-            unit to lend, or, on exit, if a parameter was replaced by something unusable.
+            unit to lend, or, on exit, if a parameter was replaced by something unusable, or only
+            some parameters of a flat parameter were frozen.
         ProtocolError: during a forward or backward, if a unit is already lent or on the meta
-            device, or, on exit, if ``check`` found differences.
+            device, or, on exit, if ``check`` found differences here or on tensor-parallel ranks.
 
     After any of these errors, the units are as usable as before.
     """
@@ -127,7 +128,8 @@ def _take_back(loans: Mapping[Unit, Loan], terms: Terms, *, keep: bool) -> None:
     """Restore the modules of all units, then write all or nothing, then raise the first problem."""
     problems = [_tied_across(loans, terms), *(loan.take_back(keep=keep) for loan in loans.values())]
     if terms.check:
-        problems.append(_refused_elsewhere(loans, terms, is_refused=any(problems)))
+        elsewhere = _refused_elsewhere(loans, terms, is_refused=not keep or any(problems))
+        problems += [elsewhere] if keep else []  # else the exception of this rank goes on
     if terms.writeback:
         for unit, loan in loans.items():
             loan.write(keep=keep and not any(problems))
@@ -158,15 +160,19 @@ def _tied_across(loans: Mapping[Unit, Loan], terms: Terms) -> FullshardError | N
 def _refused_elsewhere(
     loans: Iterable[Unit], terms: Terms, *, is_refused: bool
 ) -> FullshardError | None:
-    """Return an error if ranks with other parts of tensor-parallel parameters raise one."""
+    """Return an error if a rank with another part of tensor-parallel parameters keeps no edits.
+
+    A collective of these ranks. Their meshes are dims of one grid, or the same mesh.
+    """
     specs = (bucket.spec.parallel or () for unit in loans for bucket in unit.buckets)
+    is_anywhere = False
     for mesh in dict.fromkeys(one.mesh for one in chain.from_iterable(specs) if one is not None):
-        is_refused |= any(gather_over(is_refused, mesh))
-    if not is_refused:
+        is_anywhere = any(gather_over(is_refused or is_anywhere, mesh))
+    if not is_anywhere:
         return None
     return ProtocolError(
-        f"{terms.call} with check=True: ranks with other parts of the tensor-parallel parameters "
-        "cannot keep what they wrote, so nothing was kept"
+        f"{terms.call} with check=True: edits of another tensor-parallel rank cannot be kept, so "
+        "nothing was written back"
     )
 
 

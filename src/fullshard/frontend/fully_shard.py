@@ -38,7 +38,15 @@ from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_s
 from fullshard.frontend.meshes import DataMesh, checked_mesh, data_mesh
 from fullshard.frontend.module import check_ends_by_itself, sharded_class
 from fullshard.frontend.optimizers import check_optimizers_again
-from fullshard.frontend.ownership import Additions, PlacedParam, Subtree, collect, enlist, unit_of
+from fullshard.frontend.ownership import (
+    Additions,
+    PlacedParam,
+    Subtree,
+    collect,
+    enlist,
+    set_buffer,
+    unit_of,
+)
 from fullshard.frontend.places import FlatPlaces, Places, innermost
 from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter
 from fullshard.schedule import AfterForward, UnitPolicy
@@ -278,7 +286,7 @@ def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
-                _nn.set_buffer(module, name, buffer.to(device))
+                set_buffer(module, name, buffer.to(device))
 
 
 def _name_units(modules: Sequence[nn.Module], unit: Unit) -> None:

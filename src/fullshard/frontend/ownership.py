@@ -146,6 +146,15 @@ def enlist_copy(modules: Iterable[nn.Module], memo: Mapping[Any, Any]) -> None:
                 known[name] = weakref.ref(memo[id(unit)])
 
 
+def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    """Set a buffer to ``value``; modules that share the buffer, if it is plain, still share it."""
+    buffer = module._buffers[name]
+    if type(buffer) is Tensor and type(value) is Tensor:
+        buffer.data = value
+    else:
+        module._buffers[name] = value
+
+
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
     """Return the units that have members inside ``modules``, in the order of ``modules()``."""
     return list(members_below(modules))

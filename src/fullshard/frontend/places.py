@@ -60,6 +60,7 @@ class Places:
         self.hidden_by: nn.Module | None = None
         """The module whose state dict shows the sharded parameters for now."""
         self._lent: Sequence[Sequence[nn.Parameter] | None] | None = None
+        self._lent_as: dict[int, _Facts] = {}  # by ``id`` of a lent parameter
         self._lent_ties: _Targets = {}  # found in the last ``take_back``
         self.warn_of_additions: Callable[[Unit], None] | None = None
 
@@ -229,7 +230,7 @@ class Places:
 
     def _taken(self, bucket: Bucket, number: int, shown: list[Any], lent: nn.Parameter) -> Tensor:
         """Return what the user left in the places of ``lent``; raise if it is unusable."""
-        ours = self._lent_as[id(lent)]  # its ``data`` may be another tensor by now
+        ours = self._lent_as[id(lent)]  # as it was lent: the user may have set its ``data``
         left = shown[0] if len(shown) == 1 else None
         if isinstance(left, Tensor) and _facts(left) == ours:
             return left
@@ -338,7 +339,7 @@ class Places:
 
 
 class _Facts(NamedTuple):
-    """The properties that a tensor has in common with the lent parameter that it replaces."""
+    """The facts that a tensor must have in common with the lent parameter in whose place it is."""
 
     kind: type[Tensor]
     shape: torch.Size
@@ -355,7 +356,8 @@ def _facts(tensor: Tensor) -> _Facts:
 
 
 def _described(facts: _Facts) -> str:
-    placed = f" placed as {facts.placements}" if facts.placements else ""
+    local = f" on {facts.mesh}, {tuple(facts.local_shape)} on this rank"
+    placed = f" placed as {facts.placements}{local}" if facts.placements else ""
     return f"{facts.kind.__name__} of {tuple(facts.shape)}{placed}"
 
 

@@ -193,7 +193,7 @@ _PLAIN = Sharding((), 1)
 def _norm(
     alike: list[_SameGroups], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
-    norm_type = float(norm_type)  # PyTorch takes "inf", too
+    norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]
     if not norm_type > 0:
         raise ConfigError(f"norm_type is {norm_type}, expected a number above 0, or inf")
     together: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}

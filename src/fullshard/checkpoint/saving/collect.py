@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from fullshard._torch import dtensor as _dtensor
 from fullshard.checkpoint.format import Grid, TensorEntry, datafile, encode
 from fullshard.checkpoint.state import (
-    OPTIONS,
     Item,
     Tree,
     sharded,
@@ -46,6 +45,7 @@ class Collected:
         values: values of the model and the optimizer that are no tensors.
         stepped: names of the parameters that the optimizer steps.
         singles: the optimizer's single values, such as step counts, of parameters that are cut.
+        options: of the optimizer's groups, in JSON, each with the names of the parameters.
         units: the units of the model.
         device: where the model computes.
     """
@@ -60,6 +60,7 @@ class Collected:
         self.values: dict[str, Any] = {}
         self.stepped: set[str] = set()
         self.singles: list[Item] = []
+        self.options: list[tuple[str, list[str]]] = []
         self.units: list[Unit] = []
         self.device = torch.device("cpu")
         self._everyone = Grid((world,), tuple(range(world)))
@@ -119,9 +120,10 @@ class Collected:
         self.singles = list(singles_of({name: state["state"][name] for name in spread}))
         self.stepped = {name for group in state["param_groups"] for name in group["params"]}
         groups = encode(state["param_groups"], "param_groups")
-        for group in state["param_groups"]:
-            options = json.dumps(encode(options_of(group), "param_groups"), sort_keys=True)
-            self.singles += [Item(name, OPTIONS, options) for name in group["params"]]
+        self.options = [
+            (json.dumps(encode(options_of(group), "param_groups"), sort_keys=True), group["params"])
+            for group in state["param_groups"]
+        ]
         self.values["optimizer"] = {"state": single, "param_groups": groups}
 
     def _is_cut(self, name: str, kept: Mapping[str, Any]) -> bool:
@@ -182,7 +184,7 @@ class Collected:
             CheckpointError: none of them has some part of a tensor.
         """
         left = Collected(numbers[self._rank], len(numbers))
-        left.values, left.singles = self.values, self.singles
+        left.values, left.singles, left.options = self.values, self.singles, self.options
         lost = []
         for name, local in self.held.items():
             entry = self.tensors[name].left_to(numbers)

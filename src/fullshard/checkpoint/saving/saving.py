@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from fullshard.checkpoint.saving.collect import Collected, collected
 from fullshard.checkpoint.saving.pending import PendingSave, await_save
 from fullshard.checkpoint.saving.replicas import refuse_apart, shared_digests
 from fullshard.checkpoint.saving.write import CopyMemory, Pace, Writing
-from fullshard.checkpoint.state import OPTIONS, Tree
+from fullshard.checkpoint.state import Tree
 from fullshard.checkpoint.stores import Machines, SaveTarget, target_at
 from fullshard.comm.council import Council
 from fullshard.comm.text import listed
@@ -42,6 +43,7 @@ from fullshard.errors import (
 )
 
 _SINGLES = "single values of the optimizer"
+_OPTIONS = "options"
 _SHARE = 0.06  # of a processor, for saves in the background
 
 
@@ -218,7 +220,7 @@ class _Saving:
             "step": self._step,
             "mode": how.mode,
             "extra": digest_of(text.encode()),
-            _SINGLES: self._council.share(json.dumps(self.found.singles)),
+            _SINGLES: self._council.share(json.dumps([self.found.singles, self.found.options])),
         }
 
     def begin(self, said: list[dict[str, Any]]) -> str:
@@ -309,21 +311,26 @@ def _tensors(states: Iterable[Mapping[Any, Any]]) -> list[Tensor]:
 
 
 def _check_singles(council: Council, keys: Sequence[str]) -> None:
-    """Check that ranks that have the same parameter have stepped it alike.
+    """Check that ranks that have the same parameter step it alike, with the same options.
 
     Raises:
-        ConfigError: which step counts, or other single values, differ.
+        ConfigError: which step counts, other single values, or options differ.
     """
     ranks = {key: keys.index(key) for key in keys}
     found: dict[tuple[str, str], tuple[str, int]] = {}
-    problems: dict[tuple[str, ...], str] = {}  # options are those of many parameters
+    problems: dict[tuple[str, ...], str] = {}
     for shared_key, rank in ranks.items():
-        for name, key, value in json.loads(council.take(shared_key)):
+        singles, groups = json.loads(council.take(shared_key))
+        options = ((name, _OPTIONS, text) for text, names in groups for name in names)
+        for name, key, value in chain(singles, options):
             other, first = found.setdefault((name, key), (value, rank))
-            if other != value:
-                theirs, ours = _apart(other, value) if key == OPTIONS else (other, value)
-                text = f"{key} of {name}: {theirs} on rank {first}, {ours} on {rank}"
-                problems.setdefault((key, other, value, *[name] * (key != OPTIONS)), text)
+            if other != value and key == _OPTIONS:  # told once, for the first parameter
+                theirs, ours = _apart(other, value)
+                text = f"options of {name}: {theirs} on rank {first}, {ours} on {rank}"
+                problems.setdefault((key, other, value), text)
+            elif other != value:
+                text = f"{key} of {name} is {other} on rank {first}, {value} on {rank}"
+                problems[name, key, value] = text
     if problems:
         raise ConfigError(
             f"the optimizers of ranks differ: {listed(problems.values(), between='; ')}. All ranks "
@@ -335,8 +342,10 @@ def _check_singles(council: Council, keys: Sequence[str]) -> None:
 def _apart(one: str, other: str) -> tuple[str, str]:
     """Return the options that differ, of two groups in JSON."""
     groups = json.loads(one), json.loads(other)
-    keys = [key for key in {**groups[0], **groups[1]} if groups[0].get(key) != groups[1].get(key)]
-    first, second = (", ".join(f"{key}={group.get(key)}" for key in keys) for group in groups)
+    keys = {**groups[0], **groups[1]}
+    values = {key: [group.get(key, "absent") for group in groups] for key in keys}
+    apart = {key: both for key, both in values.items() if both[0] != both[1]}
+    first, second = (", ".join(f"{key}={both[n]}" for key, both in apart.items()) for n in (0, 1))
     return first, second
 
 
@@ -350,7 +359,8 @@ def _tell_apart(council: Council, model: nn.Module, optimizer: Optimizer | None)
     def own() -> list[str] | None:
         try:
             found = collected(council.rank, council.world, model, optimizer, whole=False)
-            return [council.share(json.dumps(found.singles)), shared(council, found)]
+            values = json.dumps([found.singles, found.options])
+            return [council.share(values), shared(council, found)]
         except (ConfigError, UnsupportedError):
             return None  # of no interest here: nothing is saved
 

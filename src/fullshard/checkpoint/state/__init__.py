@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard.checkpoint.state.agreement import OPTIONS, Item, singles_of
+from fullshard.checkpoint.state.agreement import Item, singles_of
 from fullshard.checkpoint.state.model import (
     full_state_dict,
     load_full_state_dict,

@@ -75,10 +75,6 @@ def mismatch(message: str) -> ConfigError:
     return _Mismatch(message)
 
 
-OPTIONS = "options"
-"""The key of the options of a parameter's group, in an ``Item``."""
-
-
 class Item(NamedTuple):
     """State that all ranks must have, in one order."""
 

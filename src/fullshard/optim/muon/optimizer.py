@@ -170,6 +170,7 @@ class Muon(Optimizer):
         if "algorithm" in param_group:
             group = {**param_group, "params": params}
             counts_stacks = group["algorithm"] == MUON and "stacked" not in group
+            self._check_new(one[1] if isinstance(one, tuple) else one for one in params)
             for more in self._by_stack(params) if counts_stacks else [{}]:
                 self._add({**group, **more})
             return
@@ -186,22 +187,24 @@ class Muon(Optimizer):
             self._add({**group, **options})
 
     def _by_stack(self, params: Iterable[Any]) -> list[dict[str, Any]]:
-        """Return groups of ``params``, each with how many leading dims count matrices."""
+        """Split ``params`` into groups by the number of leading dims that count matrices."""
         named = {name: choice for choice in self.rule for name in choice.names}
         found: dict[int, list[Any]] = {}
         for one in params:
             name, param = one if isinstance(one, tuple) else ("", one)
             choice = self._chosen.get(param, named.get(name))
-            if choice is not None and choice.algorithm == MUON:
-                found.setdefault(choice.stacked, []).append((name or choice.names[0], param))
-                continue
-            if len(shape := _full_shape(param)) > 2:
+            stacked = 0
+            if choice is not None:
+                name = name or choice.names[0]
+                stacked = choice.options.get("stacked", choice.stacked)
+            is_known = choice is not None and choice.algorithm == MUON
+            if not is_known and len(shape := _full_shape(param)) > 2:
                 raise ConfigError(
-                    f"Muon.add_param_group: a parameter of shape {shape} may be a "
-                    'stack of matrices: say {"stacked": N} in the group, the number of leading '
-                    'dims that count matrices; {"stacked": 0} for a convolution'
+                    f"Muon.add_param_group: parameter {name or ''} of shape {shape} may be a stack "
+                    'of matrices: say {"stacked": N} in the group, the number of leading dims that '
+                    'count matrices; {"stacked": 0} for a convolution'
                 )
-            found.setdefault(0, []).append(one)
+            found.setdefault(stacked, []).append((name, param) if name else param)
         return [{"params": those, "stacked": stacked} for stacked, those in found.items()]
 
     def _add(self, group: dict[str, Any]) -> None:
@@ -262,7 +265,7 @@ class Muon(Optimizer):
                     f"{group['algorithm']}, and are by {own} now; give the rule that was saved"
                 )
             held = (state["state"].get(param, {}) for param in group["params"])
-            odd = (set().union(*held) - {BUFFER}) | (group.keys() - known.keys())
+            odd = (set().union(*held) - {BUFFER}) | (group.keys() & {"betas"})  # of AdamW
             if own == MUON and odd:
                 raise ConfigError(
                     f"Muon.load_state_dict: group {number} is stepped by muon, but has "
@@ -283,7 +286,11 @@ class Muon(Optimizer):
 
 
 class _Matrices(OwnedOptimizer):
-    """The part that is stepped by Muon; trials of the class are made with matrices."""
+    """The part that is stepped by Muon; trials of the class step plain matrices, not stacks."""
+
+    @property
+    def _label(self) -> str:
+        return "Muon"
 
     def _probe(self, options: dict[str, Any]) -> Probe:
         return super()._probe({**options, "stacked": 0})
