@@ -28,7 +28,7 @@ from fullshard._torch import collectives as _collectives
 from fullshard._torch import dtensor as _dtensor
 from fullshard.checkpoint import full_state_dict, load_full_state_dict
 from fullshard.comm.blocking import all_reduce, all_to_all
-from fullshard.comm.delivery import Delivery
+from fullshard.comm.bucketed_gather import BucketedGather
 from fullshard.device import HostReader, host_tensor
 from tests.lanes.checker import current_checker
 from tests.lanes.fake import Stream
@@ -246,7 +246,7 @@ def sent_beside_training(model: Any) -> None:
     """Sums of many numbers, exchanges, and messages to all ranks, as streams of weights send."""
     group = torch.distributed.group.WORLD
     assert group is not None
-    delivery = Delivery([[32, 32]] * 2, [0, 1], torch.device("cpu"))
+    gather = BucketedGather([[32, 32]] * 2, [0, 1], torch.device("cpu"))
     optimizer = optimizer_of(model)
     for number in range(2):
         step(model, optimizer, number)
@@ -254,9 +254,9 @@ def sent_beside_training(model: Any) -> None:
         all_reduce(values, group, is_max=False)
         values.add_(1)
         all_to_all(torch.ones(8).view(torch.uint8), [16, 16], [16, 16], group).add_(1)
-        delivery.begin(number).fill_(1)
-        delivery.start()
-        for message in delivery.wait():
+        gather.begin(number).fill_(1)
+        gather.start()
+        for message in gather.wait():
             message + 0
 
 

@@ -23,8 +23,8 @@ from fullshard.checkpoint.weights.save import (
     put_parts,
     size_of,
 )
+from fullshard.comm.bucketed_gather import BucketedGather
 from fullshard.comm.council import Council
-from fullshard.comm.delivery import Delivery
 from fullshard.errors import ConfigError, ProtocolError
 from fullshard.tensors.transfer import aligned, places, unpack
 
@@ -180,19 +180,19 @@ class ParamStream:
         pairs = zip(self._parts, self._batches, strict=True)
         sizes = [[size_of(own, batch) for own in parts] for parts, batch in pairs]
         memory: Tensor | None = None
-        delivery: Delivery | None = None
+        gather: BucketedGather | None = None
         try:
-            delivery = Delivery(sizes, self._receivers, found.device)
-            self._send(delivery, found, 0)
+            gather = BucketedGather(sizes, self._receivers, found.device)
+            self._send(gather, found, 0)
             for number in range(len(self._batches)):
-                bucket, memory = self._received(delivery, number, memory), None
+                bucket, memory = self._received(gather, number, memory), None
                 if _autograd.versions(watched) != version:
                     raise ProtocolError(
                         "weights were written to while they were streamed: end the loop before "
                         "the next step of the optimizer"
                     )
                 if number + 1 < len(self._batches):
-                    self._send(delivery, found, number + 1)
+                    self._send(gather, found, number + 1)
                 if bucket is not None:
                     try:
                         yield bucket
@@ -200,24 +200,24 @@ class ParamStream:
                         memory = bucket.end()
         finally:
             self._is_running = False
-            if delivery is not None:
-                delivery.wait()  # a loop that was left has sent its next bucket
+            if gather is not None:
+                gather.wait()  # a loop that was left has sent its next bucket
 
-    def _send(self, delivery: Delivery, found: Collected, number: int) -> None:
+    def _send(self, gather: BucketedGather, found: Collected, number: int) -> None:
         """Begin to gather a bucket."""
         parts, batch = self._parts[number][self._rank], self._batches[number]
-        put_parts(parts, batch, found.parts, delivery.begin(number))
-        delivery.start()
+        put_parts(parts, batch, found.parts, gather.begin(number))
+        gather.start()
 
     def _received(
-        self, delivery: Delivery, number: int, memory: Tensor | None
+        self, gather: BucketedGather, number: int, memory: Tensor | None
     ) -> TensorBucket | None:
         """Return a bucket, in ``memory`` if there is some; None if this rank gets none."""
-        messages = delivery.wait()
+        messages = gather.wait()
         if self._rank not in self._receivers:
             return None
         if memory is None:
-            memory = torch.empty(self._room, dtype=torch.uint8, device=delivery.device)
+            memory = torch.empty(self._room, dtype=torch.uint8, device=gather.device)
         bucket = TensorBucket([piece.planned for piece in self._batches[number]], memory)
         pieces = [bucket.flat(name) for name in bucket]
         for parts, message in zip(self._parts[number], messages, strict=True):

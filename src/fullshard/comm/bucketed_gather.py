@@ -1,4 +1,4 @@
-"""Messages of all ranks, delivered to some of them beside what they do."""
+"""Gathers of bytes, bucket by bucket, to some ranks, beside what the ranks compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PADDED = 1.02
 _TAG = 7201  # of point-to-point messages, which programs may send as well
 
 
-class Delivery:
+class BucketedGather:
     """Rounds of one message of bytes from each rank of the default group to each of some ranks.
 
     In each round fill what ``begin`` returns, call ``start`` on all ranks, then ``wait``. All
