@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from bench.compare import verdict
 from bench.machine import grid
-from fullshard.comm import council, own_store, store_round
-from fullshard.comm.council import Council
+from fullshard.comm import consensus, own_store, store_round
+from fullshard.comm.consensus import Consensus
 from fullshard.comm.own_store import OwnStore
 from fullshard.watch import rounds
 from fullshard.watch.rounds import Rounds
@@ -67,7 +67,7 @@ def save(decisions: int, late_s: float = 0.0) -> None:
     """Make the two decisions of a save, then the further ones of several machines."""
     if _here.rank == 1:
         time.sleep(late_s)
-    one = Council("save", "save", "a checkpoint")
+    one = Consensus("save", "save", "a checkpoint")
     key = one.share(json.dumps(["a list of tensors"] * 10))
     digests = one.share(json.dumps(["digests of tensors"] * 10))
     one.agree(lambda: key, lambda keys: one.take(keys[0]))
@@ -105,7 +105,7 @@ def ranks(world: int) -> Iterator[Callable[[Callable[[], None]], dict[str, float
         _here.store = _Counting(server)
         _here.store._waiters.append(_here.store._waiter())
         _asked[rank] = 0
-        _here.members = members = council._Members(None, "save")
+        _here.members = members = consensus._Members(None, "save")
         members.rank, members.world, members.store = rank, world, _here.store
         members.numbers = iter(["bench/0"])
         barrier.wait()
@@ -128,7 +128,7 @@ def ranks(world: int) -> Iterator[Callable[[Callable[[], None]], dict[str, float
 
     with (
         patch.object(own_store, "OwnStore", _Counting),
-        patch.object(council, "_members", lambda _: _here.members),
+        patch.object(consensus, "_members", lambda _: _here.members),
         patch.object(rounds, "own_store", lambda: _here.store),
         # A thousand threads share one interpreter: real ranks look around and beat by themselves.
         patch.object(store_round, "_LOOK_S", 2.0),

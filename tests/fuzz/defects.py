@@ -52,7 +52,7 @@ def _broken_ties(plain: Changed) -> Changed:
 
 def _unseen_differences(plain: Changed) -> Changed:
     """Save one rank's value of a replicated tensor although the ranks' values differ."""
-    return lambda council, keys: None
+    return lambda consensus, keys: None
 
 
 class Defect(NamedTuple):

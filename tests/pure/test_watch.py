@@ -51,7 +51,7 @@ def report(
 def saving(waited_s: float, *, world: int = 3) -> GroupStatus:
     """Return the group status of a rank that waits for others in a save."""
     save = Issued(2, "save", "a checkpoint", 0)
-    return GroupStatus("councils", tuple(range(world)), 3, (save,), 2, waited_s)
+    return GroupStatus("decisions", tuple(range(world)), 3, (save,), 2, waited_s)
 
 
 def found(*said: StatusReport, absent: Mapping[int, Absence] | None = None) -> Diagnosis:

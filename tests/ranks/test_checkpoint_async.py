@@ -207,7 +207,7 @@ def without_a_rank(path: Path) -> str:
     model, optimizer = trained("rows")
     goes_on = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.comm.council.Council.limit_s", 2.0)
+        patch.setattr("fullshard.comm.consensus.Consensus.limit_s", 2.0)
         with disk(lambda _: dist.get_rank() == 1 and goes_on.wait(300)):
             save = checkpoint.save(path / "bad", model, optimizer, step=1, mode="async")
             trains(model, optimizer, 1)

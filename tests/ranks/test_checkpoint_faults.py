@@ -28,8 +28,8 @@ from fullshard.checkpoint.format.manifest import MANIFEST, digest_of
 from fullshard.checkpoint.saving import saving
 from fullshard.checkpoint.saving.collect import collected
 from fullshard.checkpoint.saving.saving import save_collected
-from fullshard.comm import council, heartbeat
-from fullshard.comm.council import Council
+from fullshard.comm import consensus, heartbeat
+from fullshard.comm.consensus import Consensus
 from fullshard.errors import (
     CheckpointError,
     ConfigError,
@@ -316,7 +316,7 @@ def without_a_rank(path: Path, *, stops: bool) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", "0.4")  # reported after 2.4 s of silence
         if not stops:
-            patch.setattr(Council, "limit_s", 2.0)
+            patch.setattr(Consensus, "limit_s", 2.0)
         if dist.get_rank() != 1:
             try:
                 checkpoint.save(path / "bad", model, optimizer, step=3)
@@ -342,14 +342,14 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_on_the_others(
 def ended_before_its_first_sign(path: Path) -> str:
     """Meet the other ranks, while rank 1 sends no heartbeat at all; return their error."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(council.PATIENCE, "0.25")  # reported after 1.5 s of silence
-        patch.setattr(council, "_members_of", WeakKeyDictionary())
+        patch.setenv(consensus.PATIENCE, "0.25")  # reported after 1.5 s of silence
+        patch.setattr(consensus, "_members_of", WeakKeyDictionary())
         patch.setattr(heartbeat, "_key", "none of {}".format)
         patch.setattr(heartbeat, "_heartbeats", WeakKeyDictionary())  # other tests use another key
         said = ""
         if dist.get_rank() == 1:
-            patch.setattr(council, "start_heartbeat", mock.Mock())
-            council.Council("meets the others", "save", "a checkpoint")
+            patch.setattr(consensus, "start_heartbeat", mock.Mock())
+            consensus.Consensus("meets the others", "save", "a checkpoint")
         else:
             try:
                 checkpoint.save(path, *alone(), step=1)

@@ -18,7 +18,7 @@ from fullshard import doctor
 from fullshard._torch import world as _world
 from fullshard.cli import doctor as command
 from fullshard.comm import collectives_of, rendezvous
-from fullshard.doctor.board import Board, roll_call
+from fullshard.doctor.exchange import KeyValueExchange, gather_facts
 from fullshard.doctor.facts import Facts, facts_here
 from fullshard.doctor.wires import BETWEEN_HOSTS, SHARED_MEMORY, wire_of
 from fullshard.errors import LostRankError
@@ -31,18 +31,20 @@ SIZES = (1 << 8, 1 << 12)
 TIMEOUT_S = 120.0
 
 
-def board(name: str, timeout_s: float = 30.0) -> Board:
+def exchange(name: str, timeout_s: float = 30.0) -> KeyValueExchange:
     store = dist.PrefixStore(name, _world.default_store())
-    return Board(store, rank=dist.get_rank(), world=dist.get_world_size(), timeout_s=timeout_s)
+    return KeyValueExchange(
+        store, rank=dist.get_rank(), world=dist.get_world_size(), timeout_s=timeout_s
+    )
 
 
-def gather_facts() -> list[Facts]:
-    return roll_call(board("facts"), facts_here(dist.get_rank()))
+def facts_of_all() -> list[Facts]:
+    return gather_facts(exchange("facts"), facts_here(dist.get_rank()))
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_rank_0_knows_the_facts_of_all(pool: RankPool, world: int) -> None:
-    first, *others = pool.run(world, gather_facts)
+    first, *others = pool.run(world, facts_of_all)
     assert [one.rank for one in first] == list(range(world))
     assert len({one.host.key for one in first}) == 1
     assert {one.versions["torch"] for one in first} == {torch.__version__}
@@ -52,7 +54,7 @@ def test_rank_0_knows_the_facts_of_all(pool: RankPool, world: int) -> None:
 
 
 def leave_some_out() -> str:
-    told = board("some", timeout_s=0.5)
+    told = exchange("some", timeout_s=0.5)
     if dist.get_rank() % 2:
         return ""
     try:
@@ -71,7 +73,7 @@ def test_ranks_that_say_nothing_are_named(pool: RankPool) -> None:
 def measure() -> tuple[list[doctor.Dim], list[Any]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return doctor.measure(
-        mesh, torch.device("cpu"), board("measure"), sizes=SIZES, calibrate=time_host
+        mesh, torch.device("cpu"), exchange("measure"), sizes=SIZES, calibrate=time_host
     )
 
 

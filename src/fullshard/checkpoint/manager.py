@@ -29,7 +29,7 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.loading import load_from
 from fullshard.checkpoint.saving import CopyMemory, How, PendingSave, await_save, begin
 from fullshard.checkpoint.stores import Machines, lent, target_at
-from fullshard.comm.council import Council
+from fullshard.comm.consensus import Consensus
 from fullshard.errors import CheckpointError, ConfigError, StorageError
 
 log = logging.getLogger(__name__)
@@ -112,9 +112,9 @@ class Checkpointer:
         """
         await_save()
         path = self.path(step)
-        council = Council(f"save to {path}", "save", "a checkpoint")
-        _check_alike(council, [self])
-        folders = self._folders(council)
+        consensus = Consensus(f"save to {path}", "save", "a checkpoint")
+        _check_alike(consensus, [self])
+        folders = self._folders(consensus)
         if not self._is_clean:
             folders.remove_unfinished()
         self._is_clean = False  # a save that fails may leave files in an object store
@@ -126,10 +126,12 @@ class Checkpointer:
         is_own = is_intact and path in self._saved
         self._is_intact.pop(path, None)
         replaces = None if is_own else step
-        target = target_at(path, council, folders.machines, copies=self._copies, replaces=replaces)
+        target = target_at(
+            path, consensus, folders.machines, copies=self._copies, replaces=replaces
+        )
         after = partial(self._remove_old, folders, path)
         return begin(
-            council, target, model, optimizer, extra, step=step, how=self._how, after=after
+            consensus, target, model, optimizer, extra, step=step, how=self._how, after=after
         )
 
     def wait(self) -> None:
@@ -145,9 +147,9 @@ class Checkpointer:
 
         A checkpoint is complete if its manifest and all files, in their sizes, are there.
         """
-        council = Council(f"look at {self.root}", "list", "checkpoints")
-        _check_alike(council, [self])
-        return self._folders(council).steps()
+        consensus = Consensus(f"look at {self.root}", "list", "checkpoints")
+        _check_alike(consensus, [self])
+        return self._folders(consensus).steps()
 
     def load(
         self, model: nn.Module, optimizer: Optimizer | None = None, *, strict: bool = True
@@ -166,11 +168,11 @@ class Checkpointer:
         """
         return load_newest([self], model, optimizer, strict=strict)
 
-    def _folders(self, council: Council) -> _Folders:
-        machines = Machines.sharing(council)
+    def _folders(self, consensus: Consensus) -> _Folders:
+        machines = Machines.sharing(consensus)
         if self._copies is not None and isinstance(self.root, Path):
-            machines = Machines.seen(council, self.root)
-        return _Folders(council, machines, self.root)
+            machines = Machines.seen(consensus, self.root)
+        return _Folders(consensus, machines, self.root)
 
     def _remove_old(self, folders: _Folders, newest: Place) -> None:
         self._saved.add(newest)
@@ -209,27 +211,27 @@ def load_newest(
     ``Checkpointer.load`` does. If an object store does not answer, no older checkpoint is loaded.
     """
     await_save()
-    council = Council(
+    consensus = Consensus(
         "load from " + ", ".join(str(one.root) for one in checkpointers), "list", "checkpoints"
     )
-    _check_alike(council, checkpointers)
+    _check_alike(consensus, checkpointers)
     found: list[tuple[Numbered, Place, Machines, bool]] = []
     for one in checkpointers:
         one._saved.clear()  # what is saved again from now on is no mistake
-        folders = one._folders(council)
+        folders = one._folders(consensus)
         found += [
             (its, one.root / its.name, folders.machines, one._copies is None)
             for its in folders.numbered()
         ]
     failure: CheckpointError | None = None
     for its, path, machines, is_shared in sorted(found, key=lambda one: one[0], reverse=True):
-        council = Council(f"load {path}", "load", "a checkpoint")
-        load = partial(load_from, council, path=path, model=model, strict=strict)
+        consensus = Consensus(f"load {path}", "load", "a checkpoint")
+        load = partial(load_from, consensus, path=path, model=model, strict=strict)
         try:
             if is_shared or not isinstance(path, Path):
                 return load(in_folder(path), optimizer=optimizer)
             load_there = partial(load, optimizer=optimizer)
-            return _load_lent(council, machines, path, its.digest, load_there)
+            return _load_lent(consensus, machines, path, its.digest, load_there)
         except StorageError:
             raise  # the checkpoint may be intact; an older one would lose steps
         except CheckpointError as error:
@@ -240,7 +242,7 @@ def load_newest(
     return None
 
 
-def _check_alike(council: Council, checkpointers: Sequence[Checkpointer]) -> None:
+def _check_alike(consensus: Consensus, checkpointers: Sequence[Checkpointer]) -> None:
     """Compare what decides which decisions ranks make together.
 
     Raises:
@@ -256,11 +258,11 @@ def _check_alike(council: Council, checkpointers: Sequence[Checkpointer]) -> Non
                 )
 
     shown = [f"Checkpointer(keep={one._keep}, copies={one._copies})" for one in checkpointers]
-    council.agree(lambda: ", ".join(shown), compare)
+    consensus.agree(lambda: ", ".join(shown), compare)
 
 
 def _load_lent(
-    council: Council,
+    consensus: Consensus,
     machines: Machines,
     path: Path,
     digest: str,
@@ -270,10 +272,10 @@ def _load_lent(
     is_mended = False
     while True:
         try:
-            with lent(council, machines, path, digest) as (manifest, opened):
+            with lent(consensus, machines, path, digest) as (manifest, opened):
                 return load(opened, manifest=manifest)
         except CheckpointError:
-            if is_mended or _Folders(council, machines, path.parent).mend(path):
+            if is_mended or _Folders(consensus, machines, path.parent).mend(path):
                 raise
             is_mended = True
 
@@ -281,15 +283,15 @@ def _load_lent(
 class _Folders:
     """The place ``root``, or that of each machine, with the decisions of all ranks about it."""
 
-    def __init__(self, council: Council, machines: Machines, root: Place) -> None:
-        self._council = council
+    def __init__(self, consensus: Consensus, machines: Machines, root: Place) -> None:
+        self._consensus = consensus
         self.machines = machines
         self._root = root
 
     def _by_each(self, act: Callable[[], Any]) -> list[Any]:
         """Return what the first ranks of machines got by ``act``, which is in JSON's types."""
         is_first = self.machines.is_first
-        said = self._council.agree(lambda: [act()] if is_first else [], list)
+        said = self._consensus.agree(lambda: [act()] if is_first else [], list)
         return [one for its in said for one in its]
 
     def remove_unfinished(self) -> None:
@@ -335,15 +337,15 @@ class _Folders:
 
         first, every = self.machines.share
         look_here = partial(look, path, first=first, every=every)
-        problem, damaged = self._council.agree(look_here, decide)
+        problem, damaged = self._consensus.agree(look_here, decide)
 
         def remove_damaged() -> None:
-            for name in damaged[self._council.rank]:
+            for name in damaged[self._consensus.rank]:
                 log.warning("%s is damaged; it is read from another machine", path / name)
                 if isinstance(path, Path):
                     with suppress(OSError):
                         (path / name).unlink()
 
         if any(damaged):
-            self._council.agree(remove_damaged)
+            self._consensus.agree(remove_damaged)
         return str(problem)

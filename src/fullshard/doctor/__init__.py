@@ -1,6 +1,6 @@
 """Examine a job before it trains: its ranks, their communication, and common mistakes.
 
-Start reading at ``visit.examine``. Ranks exchange their ``facts`` through the ``board``, then form
+Start reading at ``visit.examine``. Ranks send their ``facts`` through an ``exchange``, then form
 a process group and time its collectives (``wires``, ``links``) and their own ``speed``. The checks
 in ``findings`` need facts alone; ``report`` adds the checks of times.
 """

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm import collectives_of
-from fullshard.doctor.board import Board, bounded, roll_call
+from fullshard.doctor.exchange import KeyValueExchange, bounded, gather_facts
 from fullshard.doctor.facts import Facts, facts_here
 from fullshard.doctor.links import Timing, median_timings, time_wire
 from fullshard.doctor.report import Dim, GroupTimings, Report
@@ -60,38 +60,38 @@ def examine(
 
     with bounded(2 * timeout_s, "the meeting of the ranks at MASTER_ADDR", then=give_up):
         store = meet()
-    board = Board(store, rank=rank, world=world, timeout_s=timeout_s)
+    exchange = KeyValueExchange(store, rank=rank, world=world, timeout_s=timeout_s)
     failure = ""
     try:
         with bounded(6 * timeout_s, "the measurement", then=give_up):
-            _look(report, board, store, shape, calibrate)
+            _look(report, exchange, store, shape, calibrate)
     except Exception as error:  # of any type: the other ranks must learn of it
         failure = f"rank {rank}: {type(error).__name__}: {error}"
     with bounded(6 * timeout_s, "the end of all ranks", then=give_up):
-        return _end(report, board, failure, show)
+        return _end(report, exchange, failure, show)
 
 
 def _look(
     report: Report,
-    board: Board,
+    exchange: KeyValueExchange,
     store: dist.Store,
     shape: Mapping[str, int] | None,
     calibrate: Calibrate | None,
 ) -> None:
     """Measure the job with the other ranks, and complete the report on rank 0."""
     own = report.ranks[0]
-    ranks = roll_call(board, own)
+    ranks = gather_facts(exchange, own)
     if ranks:
         report.ranks = ranks
-    chosen = board.from_first(
+    chosen = exchange.from_first(
         "mesh", [_device_type(ranks), shape or default_shape(ranks)] if ranks else None
     )
     report.device, report.shape = chosen
-    device = _join(report.device, board, store, own.local_rank)
+    device = _join(report.device, exchange, store, own.local_rank)
     mesh = init_device_mesh(
         report.device, tuple(report.shape.values()), mesh_dim_names=tuple(report.shape)
     )
-    report.dims, report.speeds = measure(mesh, device, board, calibrate=calibrate)
+    report.dims, report.speeds = measure(mesh, device, exchange, calibrate=calibrate)
 
 
 def _device_type(ranks: Sequence[Facts]) -> str:
@@ -101,18 +101,20 @@ def _device_type(ranks: Sequence[Facts]) -> str:
     return "cuda" if len(used) == len(ranks) and has_nccl else "cpu"
 
 
-def _join(device_type: str, board: Board, store: dist.Store, local_rank: int) -> torch.device:
+def _join(
+    device_type: str, exchange: KeyValueExchange, store: dist.Store, local_rank: int
+) -> torch.device:
     """Make the default process group, and return the device of this rank."""
-    place: dict[str, Any] = {"store": store, "rank": board.rank, "world_size": board.world}
+    place: dict[str, Any] = {"store": store, "rank": exchange.rank, "world_size": exchange.world}
     if device_type == "cpu":
-        timeout = timedelta(seconds=board.timeout_s)
+        timeout = timedelta(seconds=exchange.timeout_s)
         dist.init_process_group("gloo", timeout=timeout, **place)
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     # NCCL ends the process at this time-out. The limit of ``bounded`` is shorter, so that the
     # report is shown before.
-    timeout = timedelta(seconds=12 * board.timeout_s)
+    timeout = timedelta(seconds=12 * exchange.timeout_s)
     dist.init_process_group("nccl", timeout=timeout, device_id=device, **place)
     return device
 
@@ -120,7 +122,7 @@ def _join(device_type: str, board: Board, store: dist.Store, local_rank: int) ->
 def measure(
     mesh: DeviceMesh,
     device: torch.device,
-    board: Board,
+    exchange: KeyValueExchange,
     *,
     sizes: Sequence[int] = (),
     calibrate: Calibrate | None = None,
@@ -133,7 +135,7 @@ def measure(
     Args:
         mesh: the mesh to measure.
         device: the device of this rank.
-        board: the exchange between the ranks.
+        exchange: of values among the ranks.
         sizes: see ``links.time_wire``.
         calibrate: see ``examine``.
     """
@@ -141,18 +143,18 @@ def measure(
     work = Operation("measuring", mesh.ndim + 2, "steps")
     for dim in range(mesh.ndim):
         wire = collectives_of(mesh, dim)
-        board.meet(f"dim {dim}")
+        exchange.barrier(f"dim {dim}")
         wires.append(wire_of(mesh, dim, wire))
         timings.append([] if wire.world == 1 else time_wire(wire, device, sizes=sizes))
         work.add(1)
-    board.meet("speed")
+    exchange.barrier("speed")
     speed = speed_here(device)
     work.add(1)
-    board.meet("steps")
+    exchange.barrier("steps")
     if calibrate is not None:
         speed = calibrate(speed, mesh, device)
     work.add(1)
-    told = board.gather("measured", [wires, timings, speed])
+    told = exchange.gather("measured", [wires, timings, speed])
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     dims = [
         Dim(name, mesh.size(dim), _groups([(each[0][dim], each[1][dim]) for each in told]))
@@ -171,17 +173,19 @@ def _groups(told: Sequence[tuple[Any, Any]]) -> list[GroupTimings]:
     return [GroupTimings(wire, median_timings(of_ranks)) for wire, of_ranks in timings.items()]
 
 
-def _end(report: Report, board: Board, failure: str, show: Callable[[Report], None]) -> int:
+def _end(
+    report: Report, exchange: KeyValueExchange, failure: str, show: Callable[[Report], None]
+) -> int:
     """Collect failures, let rank 0 show the report, and return the exit code when it is shown."""
     try:
-        report.failures += [each for each in board.gather("end", failure) if each]
+        report.failures += [each for each in exchange.gather("end", failure) if each]
     except Exception as error:
         report.failures += [each for each in (failure, str(error)) if each]
     try:
-        if board.rank == 0:
+        if exchange.rank == 0:
             show(report)
     finally:
-        board.from_first("shown")
+        exchange.from_first("shown")
     if not report.failures:
-        board.gather("left", None)  # rank 0 may hold the store, and leaves last
-    return report.exitcode if board.rank == 0 else int(bool(failure))
+        exchange.gather("left", None)  # rank 0 may hold the store, and leaves last
+    return report.exitcode if exchange.rank == 0 else int(bool(failure))

@@ -38,7 +38,7 @@ from fullshard.checkpoint.state import (
     load_into,
     part_here,
 )
-from fullshard.comm.council import Council
+from fullshard.comm.consensus import Consensus
 from fullshard.comm.text import listed
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.progress import Operation
@@ -76,12 +76,12 @@ def load(
     """
     await_save()
     path = place_of(path)
-    council = Council(f"load {path}", "load", "a checkpoint")
-    return load_from(council, in_folder(path), path, model, optimizer, strict=strict).extra
+    consensus = Consensus(f"load {path}", "load", "a checkpoint")
+    return load_from(consensus, in_folder(path), path, model, optimizer, strict=strict).extra
 
 
 def load_from(
-    council: Council,
+    consensus: Consensus,
     opened: Callable[[FileInfo], Bytes],
     path: Place,
     model: nn.Module,
@@ -93,7 +93,7 @@ def load_from(
     """Load a checkpoint as ``load`` does and return its description.
 
     Args:
-        council: of all ranks.
+        consensus: of all ranks.
         opened: opens the data files.
         path: the checkpoint's folder or URL.
         model, optimizer, strict: as for ``load``.
@@ -106,7 +106,7 @@ def load_from(
         target = Target(own, model, optimizer, strict=strict)
         work = Operation(f"loading {path.name}", target.nbytes)
         reader = Reader(
-            opened, own, target.wanted, rank=council.rank, world=council.world, work=work
+            opened, own, target.wanted, rank=consensus.rank, world=consensus.world, work=work
         )
         found.extend((target, reader, work, described(path, own)))
         state = "None" if optimizer is None else "an optimizer"
@@ -117,9 +117,9 @@ def load_from(
             "exchange": reader.to_exchange(),
         }
 
-    exchanged = council.agree(prepare, _exchanged)
+    exchanged = consensus.agree(prepare, _exchanged)
     target, reader, work, info = found
-    kept = council.agree(lambda: reader.kept_of(exchanged), list) if exchanged else []
+    kept = consensus.agree(lambda: reader.kept_of(exchanged), list) if exchanged else []
 
     def read() -> None:
         with reader:
@@ -129,8 +129,8 @@ def load_from(
                 alone.read([])
         target.convert()
 
-    council.agree(read)
-    council.agree(lambda: target.put(optimizer))
+    consensus.agree(read)
+    consensus.agree(lambda: target.put(optimizer))
     return info  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from fullshard.checkpoint.format import bytes_of, digest_of, digests_of_blocks, memory_of
-from fullshard.comm.council import Council
+from fullshard.comm.consensus import Consensus
 from fullshard.comm.text import listed
 from fullshard.errors import ConfigError
 
@@ -23,23 +23,23 @@ def digests_of(replicas: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: digest_of("".join(those).encode()) for name, those in blocks.items()}
 
 
-def shared_digests(council: Council, digests: Mapping[str, str]) -> str:
+def shared_digests(consensus: Consensus, digests: Mapping[str, str]) -> str:
     """Hand digests to the first rank; return a key for ``refuse_apart``, empty without digests."""
-    return council.share(json.dumps(digests)) if digests else ""
+    return consensus.share(json.dumps(digests)) if digests else ""
 
 
-def refuse_apart(council: Council, keys: Sequence[str]) -> None:
+def refuse_apart(consensus: Consensus, keys: Sequence[str]) -> None:
     """Refuse replicas that differ, by name.
 
     Args:
-        council: of all ranks.
+        consensus: of all ranks.
         keys: what ``shared_digests`` returned on each rank; the digest of a buffer, which may
             differ, is empty.
 
     Raises:
         ConfigError: on the first rank, for all.
     """
-    texts = {key: json.loads(council.take(key)) for key in dict.fromkeys(keys) if key}
+    texts = {key: json.loads(consensus.take(key)) for key in dict.fromkeys(keys) if key}
     found: dict[str, tuple[str, int]] = {}
     problems: dict[str, str] = {}
     for key, digests in texts.items():

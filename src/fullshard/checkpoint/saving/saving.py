@@ -32,7 +32,7 @@ from fullshard.checkpoint.saving.replicas import refuse_apart, shared_digests
 from fullshard.checkpoint.saving.write import CopyMemory, Pace, Writing
 from fullshard.checkpoint.state import Tree
 from fullshard.checkpoint.stores import Machines, SaveTarget, target_at
-from fullshard.comm.council import Council
+from fullshard.comm.consensus import Consensus
 from fullshard.comm.text import listed
 from fullshard.errors import (
     ArgumentTypeError,
@@ -102,8 +102,8 @@ def save(
     await_save()
     path = place_of(path)
     how = How(mode, budget_nbytes, CopyMemory(0 if mode == "sync" else budget_nbytes))
-    council = Council(f"save to {path}", "save", "a checkpoint")
-    return begin(council, target_at(path, council), model, optimizer, extra, step=step, how=how)
+    consensus = Consensus(f"save to {path}", "save", "a checkpoint")
+    return begin(consensus, target_at(path, consensus), model, optimizer, extra, step=step, how=how)
 
 
 class How(NamedTuple):
@@ -132,7 +132,7 @@ class How(NamedTuple):
 
 
 def begin(
-    council: Council,
+    consensus: Consensus,
     target: SaveTarget,
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -142,29 +142,29 @@ def begin(
     how: How,
     after: Callable[[], None] | None = None,
 ) -> PendingSave:
-    """Do the work of ``save``, and ``after`` it what else belongs to it, by ``council`` alone."""
-    saving, pending = _Saving(target, council, step), PendingSave(target.path)
+    """Do the work of ``save``, and ``after`` it what else belongs to it, by ``consensus`` alone."""
+    saving, pending = _Saving(target, consensus, step), PendingSave(target.path)
     is_sync = how.mode == "sync"
 
     def collect() -> dict[str, Any]:
         how.check()
         target.check()
-        found = collected(council.rank, council.world, model, optimizer, frozen=how.frozen)
+        found = collected(consensus.rank, consensus.world, model, optimizer, frozen=how.frozen)
         said = saving.take(found, optimizer, extra, how)
         if not is_sync:
             pending.hold(saving.writing, model, saving.found.units, optimizer)
         return said
 
     try:
-        name = council.agree(collect, saving.begin)
+        name = consensus.agree(collect, saving.begin)
     except BaseException as error:
         pending.let_go()
         if isinstance(error, TornStepError):
-            _tell_apart(council, model, optimizer)
+            _tell_apart(consensus, model, optimizer)
         raise
 
     def rest() -> None:
-        saving.write_all(name, Pace(1.0 if is_sync else _SHARE, council.limit_s / 4))
+        saving.write_all(name, Pace(1.0 if is_sync else _SHARE, consensus.limit_s / 4))
         if after is not None:
             after()
 
@@ -186,20 +186,20 @@ def save_collected(path: Path, collect: Callable[[], Collected], extra: Any, *, 
     Raises:
         CheckpointError, ConfigError, LostRankError: as ``save`` does.
     """
-    council = Council(f"save to {path}", "save", "a checkpoint")
-    target = target_at(path, council, Machines.seen(council, path.parent))
-    saving = _Saving(target, council, step)
+    consensus = Consensus(f"save to {path}", "save", "a checkpoint")
+    target = target_at(path, consensus, Machines.seen(consensus, path.parent))
+    saving = _Saving(target, consensus, step)
     how = How("sync", None, CopyMemory(0))
-    name = council.agree(lambda: saving.take(collect(), None, extra, how), saving.begin)
+    name = consensus.agree(lambda: saving.take(collect(), None, extra, how), saving.begin)
     saving.write_all(name, Pace(1.0, 0.0))
 
 
 class _Saving:
     """The steps of ``save`` on each rank, and the decisions of the first rank."""
 
-    def __init__(self, target: SaveTarget, council: Council, step: int) -> None:
+    def __init__(self, target: SaveTarget, consensus: Consensus, step: int) -> None:
         self._target = target
-        self._council = council
+        self._consensus = consensus
         self._extra: Any = None
         self._step = step
         self.found: Collected
@@ -220,12 +220,12 @@ class _Saving:
             "step": self._step,
             "mode": how.mode,
             "extra": digest_of(text.encode()),
-            _SINGLES: self._council.share(json.dumps([self.found.singles, self.found.options])),
+            _SINGLES: self._consensus.share(json.dumps([self.found.singles, self.found.options])),
         }
 
     def begin(self, said: list[dict[str, Any]]) -> str:
         """Make the place to write to; return the name of the save."""
-        _check_singles(self._council, [one.pop(_SINGLES) for one in said])
+        _check_singles(self._consensus, [one.pop(_SINGLES) for one in said])
         for rank, one in enumerate(said):
             apart = [key for key in one if one[key] != said[0][key]]
             if apart:
@@ -253,12 +253,12 @@ class _Saving:
             if self._target.machines.is_first:
                 self._target.undo(name)
 
-        council, target = self._council, self._target
+        consensus, target = self._consensus, self._target
 
         def describe(said: list[dict[str, Any]]) -> str | None:
             replicas = [one.pop("replicas") for one in said]
             manifest = self._described(said).to_json()
-            refuse_apart(council, replicas)
+            refuse_apart(consensus, replicas)
             if target.machines.total > 1:
                 return manifest.decode()
             target.seal(name, manifest)
@@ -266,20 +266,20 @@ class _Saving:
             return None
 
         try:
-            told = council.agree(lambda: self._write(name, pace), describe, undo)
+            told = consensus.agree(lambda: self._write(name, pace), describe, undo)
             if told is None:
                 return
             manifest = told.encode()
-            target.copy(council, name, Manifest.from_json(manifest).files)
+            target.copy(consensus, name, Manifest.from_json(manifest).files)
             first = target.machines.is_first
-            council.agree(lambda: target.seal(name, manifest) if first else None, undo=undo)
-            council.agree(lambda: target.appear(name, manifest) if first else None, undo=undo)
+            consensus.agree(lambda: target.seal(name, manifest) if first else None, undo=undo)
+            consensus.agree(lambda: target.appear(name, manifest) if first else None, undo=undo)
         except BaseException:
             undo()
             raise
 
     def _write(self, save: str, pace: Pace) -> dict[str, Any]:
-        name = self._target.file_name(save, self._council.rank)
+        name = self._target.file_name(save, self._consensus.rank)
         nbytes, digest = self.writing.run(partial(self._target.writer, save, name), pace)
         tensors = self.found.tensors.items()
         plain = (key for key, one in tensors if key.startswith("model/") and not one.placements)
@@ -288,13 +288,13 @@ class _Saving:
             "name": name,
             "nbytes": nbytes,
             "digest": digest,
-            "contents": shared(self._council, self.found),
-            "replicas": shared_digests(self._council, digests),
+            "contents": shared(self._consensus, self.found),
+            "replicas": shared_digests(self._consensus, digests),
         }
 
     def _described(self, said: list[dict[str, Any]]) -> Manifest:
         """Return the manifest of the files that all ranks have written."""
-        manifest = merged(self._council, [one.pop("contents") for one in said])
+        manifest = merged(self._consensus, [one.pop("contents") for one in said])
         files = zip(manifest.files, said, strict=True)
         return replace(
             manifest,
@@ -310,7 +310,7 @@ def _tensors(states: Iterable[Mapping[Any, Any]]) -> list[Tensor]:
     return [one for state in states for one in state.values() if isinstance(one, Tensor)]
 
 
-def _check_singles(council: Council, keys: Sequence[str]) -> None:
+def _check_singles(consensus: Consensus, keys: Sequence[str]) -> None:
     """Check that ranks that have the same parameter step it alike, with the same options.
 
     Raises:
@@ -320,7 +320,7 @@ def _check_singles(council: Council, keys: Sequence[str]) -> None:
     found: dict[tuple[str, str], tuple[str, int]] = {}
     problems: dict[tuple[str, ...], str] = {}
     for shared_key, rank in ranks.items():
-        singles, groups = json.loads(council.take(shared_key))
+        singles, groups = json.loads(consensus.take(shared_key))
         options = ((name, _OPTIONS, text) for text, names in groups for name in names)
         for name, key, value in chain(singles, options):
             other, first = found.setdefault((name, key), (value, rank))
@@ -349,7 +349,7 @@ def _apart(one: str, other: str) -> tuple[str, str]:
     return first, second
 
 
-def _tell_apart(council: Council, model: nn.Module, optimizer: Optimizer | None) -> None:
+def _tell_apart(consensus: Consensus, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Tell how the ranks' states of the optimizer differ, if they do; no more is to be told then.
 
     Raises:
@@ -358,37 +358,37 @@ def _tell_apart(council: Council, model: nn.Module, optimizer: Optimizer | None)
 
     def own() -> list[str] | None:
         try:
-            found = collected(council.rank, council.world, model, optimizer, whole=False)
+            found = collected(consensus.rank, consensus.world, model, optimizer, whole=False)
             values = json.dumps([found.singles, found.options])
-            return [council.share(values), shared(council, found)]
+            return [consensus.share(values), shared(consensus, found)]
         except (ConfigError, UnsupportedError):
             return None  # of no interest here: nothing is saved
 
     def compare(said: list[list[str] | None]) -> None:
         known = [one for one in said if one is not None]
         if len(known) == len(said):
-            _check_singles(council, [one[0] for one in known])
-            merged(council, [one[1] for one in known])
+            _check_singles(consensus, [one[0] for one in known])
+            merged(consensus, [one[1] for one in known])
 
     try:
-        council.agree(own, compare)
+        consensus.agree(own, compare)
     except (ConfigError, CheckpointError):
         Tree(model, "save").forget_interrupted()
         raise
 
 
-def shared(council: Council, found: Collected) -> str:
+def shared(consensus: Consensus, found: Collected) -> str:
     """Hand what a rank contributes to the first rank; return the key for ``merged``."""
-    return council.share(json.dumps(Contents(found.tensors, found.values).to_json()))
+    return consensus.share(json.dumps(Contents(found.tensors, found.values).to_json()))
 
 
-def merged(council: Council, keys: Sequence[str]) -> Manifest:
+def merged(consensus: Consensus, keys: Sequence[str]) -> Manifest:
     """Return the manifest of all ranks' tensors, before the data files are written.
 
     Extra state of a module that several ranks have is the first one's.
 
     Args:
-        council: of all ranks.
+        consensus: of all ranks.
         keys: what ``shared`` returned on each rank.
 
     Raises:
@@ -397,7 +397,7 @@ def merged(council: Council, keys: Sequence[str]) -> Manifest:
     contents: list[Contents] = []
     numbers: dict[str, int] = {}
     for key in dict.fromkeys(keys):
-        own = Contents.from_json(json.loads(council.take(key)), len(keys))
+        own = Contents.from_json(json.loads(consensus.take(key)), len(keys))
         known = {name for one in contents for name in one.values["states"]}
         states = {name: state for name, state in own.values["states"].items() if name not in known}
         own = own._replace(values={**own.values, "states": states})

@@ -26,7 +26,7 @@ from fullshard.checkpoint.format import (
     present,
 )
 from fullshard.checkpoint.stores.peers import PeerFile, Server, copy
-from fullshard.comm.council import Council
+from fullshard.comm.consensus import Consensus
 from fullshard.errors import CheckpointError, ConfigError
 
 _MARK = ".machine"
@@ -44,16 +44,16 @@ class Machines(NamedTuple):
     of_ranks: tuple[int, ...]
 
     @classmethod
-    def sharing(cls, council: Council) -> Machines:
+    def sharing(cls, consensus: Consensus) -> Machines:
         """Return one machine: all ranks see the same folder."""
-        return cls(council.rank, (0,) * council.world)
+        return cls(consensus.rank, (0,) * consensus.world)
 
     @classmethod
-    def seen(cls, council: Council, root: Path) -> Machines:
+    def seen(cls, consensus: Consensus, root: Path) -> Machines:
         """Find out which ranks see the same ``root``, which is made if need be; a decision."""
-        marks = council.agree(lambda: _mark(root), list)
+        marks = consensus.agree(lambda: _mark(root), list)
         numbers: dict[str, int] = {}
-        return cls(council.rank, tuple(numbers.setdefault(one, len(numbers)) for one in marks))
+        return cls(consensus.rank, tuple(numbers.setdefault(one, len(numbers)) for one in marks))
 
     @property
     def total(self) -> int:
@@ -136,12 +136,12 @@ def _read(name: str, folder: int) -> str:
 
 
 def copy_files(
-    council: Council, machines: Machines, copies: int, folder: Path, files: Sequence[FileInfo]
+    consensus: Consensus, machines: Machines, copies: int, folder: Path, files: Sequence[FileInfo]
 ) -> None:
     """Give copies of the ``files`` in ``folder`` of each machine to the next ones.
 
     Args:
-        council: of all ranks; two decisions, or none if there is nothing to copy.
+        consensus: of all ranks; two decisions, or none if there is nothing to copy.
         machines: of the ranks.
         copies: how many machines are to have each file, its own included.
         folder: of the files of this machine's ranks, and of the copies.
@@ -150,7 +150,7 @@ def copy_files(
     if min(copies, machines.total) < 2:
         return
     names = [files[rank].name for rank in machines.ranks(machines.own)]
-    with _serving(council, machines, folder, names if machines.is_first else []) as addresses:
+    with _serving(consensus, machines, folder, names if machines.is_first else []) as addresses:
         first, every = machines.share
         wanted = [
             (machine, number, files[rank])
@@ -165,12 +165,12 @@ def copy_files(
                 with closing(PeerFile(addresses[machine], number, name, info.nbytes)) as source:
                     copy(source, folder / info.name)
 
-        council.agree(fetch)
+        consensus.agree(fetch)
 
 
 @contextmanager
 def _serving(
-    council: Council, machines: Machines, folder: Path, names: Sequence[str]
+    consensus: Consensus, machines: Machines, folder: Path, names: Sequence[str]
 ) -> Iterator[dict[int, str]]:
     """Serve files of ``names`` to the others; yields the addresses of the machines that serve."""
     with ExitStack() as opened:
@@ -178,19 +178,19 @@ def _serving(
         def serve() -> str | None:
             return opened.enter_context(Server(folder, names)).address if names else None
 
-        said = council.agree(serve, list)
+        said = consensus.agree(serve, list)
         numbers = machines.of_ranks
         yield {numbers[rank]: one for rank, one in enumerate(said) if one is not None}
 
 
 @contextmanager
 def lent(
-    council: Council, machines: Machines, path: Path, digest: str
+    consensus: Consensus, machines: Machines, path: Path, digest: str
 ) -> Iterator[tuple[Manifest, Callable[[FileInfo], Bytes]]]:
     """Yield a checkpoint's manifest, and a function that opens its files on any machine.
 
     Args:
-        council: of all ranks; two decisions, and one at the end of the block.
+        consensus: of all ranks; two decisions, and one at the end of the block.
         machines: of the ranks.
         path: the checkpoint's folder on this machine, which may lack it.
         digest: of its manifest; folders with another one are not looked at.
@@ -204,7 +204,10 @@ def lent(
             text = (path / MANIFEST).read_bytes() if machines.is_first else b""
             manifest = Manifest.from_json(text)
             if manifest.digest == digest:
-                return {"manifest": council.share(text.decode()), "files": present(path, manifest)}
+                return {
+                    "manifest": consensus.share(text.decode()),
+                    "files": present(path, manifest),
+                }
         return None
 
     def choose(said: list[dict[str, Any] | None]) -> list[Any]:
@@ -213,9 +216,9 @@ def lent(
         if not keys:
             raise CheckpointError("its manifest is on no machine any more")
         (key,) = keys
-        return [council.take(key), {rank: one["files"] for rank, one in there.items()}]
+        return [consensus.take(key), {rank: one["files"] for rank, one in there.items()}]
 
-    text, held = council.agree(look, choose)
+    text, held = consensus.agree(look, choose)
     manifest = Manifest.from_json(text.encode())
     on = {machines.of_ranks[int(rank)]: numbers for rank, numbers in held.items()}
     for info in manifest.files:
@@ -224,7 +227,7 @@ def lent(
     own = on.get(machines.own, [])
     is_asked = any(len(on.get(one, ())) < len(manifest.files) for one in range(machines.total))
     names = [manifest.files[one].name for one in own if machines.is_first and is_asked]
-    with _serving(council, machines, path, names) as addresses:
+    with _serving(consensus, machines, path, names) as addresses:
         here = in_folder(path)
 
         def opened(info: FileInfo) -> Bytes:
@@ -236,4 +239,4 @@ def lent(
             return PeerFile(addresses[machine], on[machine].index(info.rank), name, info.nbytes)
 
         yield manifest, opened
-        council.agree(lambda: None)  # nobody reads any longer
+        consensus.agree(lambda: None)  # nobody reads any longer

@@ -31,7 +31,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.stores import objects
 from fullshard.checkpoint.stores.machines import Machines, copy_files
-from fullshard.comm.council import Council
+from fullshard.comm.consensus import Consensus
 from fullshard.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
@@ -82,9 +82,9 @@ class FolderTarget:
             unfinished.mkdir(exist_ok=True)  # the first rank has made that of its machine
         return DataWriter(unfinished / name, parts)
 
-    def copy(self, council: Council, save: str, files: Sequence[FileInfo]) -> None:
+    def copy(self, consensus: Consensus, save: str, files: Sequence[FileInfo]) -> None:
         """Copy data files to the next machines."""
-        copy_files(council, self.machines, self._copies or 1, self.path.with_name(save), files)
+        copy_files(consensus, self.machines, self._copies or 1, self.path.with_name(save), files)
 
     def seal(self, save: str, manifest: bytes) -> None:
         """Write the manifest, and flush the folder."""
@@ -117,13 +117,13 @@ class ObjectTarget:
 
     Args:
         path: the URL.
-        council: of all ranks.
+        consensus: of all ranks.
         replaces: as for ``target_at``.
     """
 
-    def __init__(self, path: ObjectUrl, council: Council, replaces: int | None) -> None:
+    def __init__(self, path: ObjectUrl, consensus: Consensus, replaces: int | None) -> None:
         self.path = path
-        self.machines = Machines.sharing(council)
+        self.machines = Machines.sharing(consensus)
         self._replaces = replaces
         self._may_be_there = False
 
@@ -152,7 +152,7 @@ class ObjectTarget:
         """Return the new data file of this rank."""
         return DataWriter(self.path / name, parts)
 
-    def copy(self, council: Council, save: str, files: Sequence[FileInfo]) -> None:
+    def copy(self, consensus: Consensus, save: str, files: Sequence[FileInfo]) -> None:
         """Return at once: the store keeps copies of its own."""
 
     @_on_first_rank()
@@ -204,7 +204,7 @@ SaveTarget = FolderTarget | ObjectTarget
 
 def target_at(
     path: Place,
-    council: Council,
+    consensus: Consensus,
     machines: Machines | None = None,
     *,
     copies: int | None = None,
@@ -214,15 +214,15 @@ def target_at(
 
     Args:
         path: its folder or URL.
-        council: of all ranks.
+        consensus: of all ranks.
         machines: of the ranks; None: all see the same folder.
         copies: as for ``Checkpointer``.
         replaces: the step of the checkpoint, which takes the place of those from this step on.
             None: nothing may be at ``path``.
     """
     if isinstance(path, ObjectUrl):
-        return ObjectTarget(path, council, replaces)
-    return FolderTarget(path, machines or Machines.sharing(council), copies, replaces)
+        return ObjectTarget(path, consensus, replaces)
+    return FolderTarget(path, machines or Machines.sharing(consensus), copies, replaces)
 
 
 def exists(path: Place) -> bool:

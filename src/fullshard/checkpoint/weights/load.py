@@ -27,7 +27,7 @@ from fullshard.checkpoint.weights.names import (
     read_index,
     reset_adapters,
 )
-from fullshard.comm.council import Council
+from fullshard.comm.consensus import Consensus
 from fullshard.comm.text import listed
 from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import unshard_params
@@ -105,8 +105,8 @@ def load_weights(
     """
     await_save()
     folder = place_of(folder)
-    council = Council(f"load weights from {folder}", "load", "weights")
-    index = council.agree(lambda: None, lambda _: read_index(folder))
+    consensus = Consensus(f"load weights from {folder}", "load", "weights")
+    index = consensus.agree(lambda: None, lambda _: read_index(folder))
     files = {name: InFile(one[0], one[1], tuple(one[2])) for name, one in index.items()}
     targets: list[_Target] = []
 
@@ -117,7 +117,7 @@ def load_weights(
             unlike = [
                 f"{first} and {second}"
                 for first, second in chosen.doubles
-                if reader.differ(first, second, council.rank, council.world)
+                if reader.differ(first, second, consensus.rank, consensus.world)
             ]
         return [chosen.missing, chosen.unexpected, unlike]
 
@@ -140,8 +140,8 @@ def load_weights(
             raise ConfigError("the files do not fit the model: " + "; ".join(problems))
         return [missing, unexpected, torch.initial_seed()]
 
-    missing, unexpected, seed = council.agree(plan, compare)
-    council.agree(lambda: targets[0].fill(folder, seed))
+    missing, unexpected, seed = consensus.agree(plan, compare)
+    consensus.agree(lambda: targets[0].fill(folder, seed))
     return LoadedWeights(missing, unexpected)
 
 

@@ -50,18 +50,20 @@ from fullshard.checkpoint.weights.names import (
     stored_tensors,
 )
 from fullshard.comm.blocking import all_to_all_bytes
-from fullshard.comm.council import Council
+from fullshard.comm.consensus import Consensus
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
 from fullshard.layout.region import Region
 from fullshard.progress import Operation
 from fullshard.tensors.transfer import ALIGN, Part, pack, parts_of, places, unpack
 
 
-def described(council: Council, model: nn.Module, options: object) -> tuple[Collected, Manifest]:
+def described(
+    consensus: Consensus, model: nn.Module, options: object
+) -> tuple[Collected, Manifest]:
     """Collect this rank's tensors of ``model``, and agree once on the manifest of all ranks.
 
     Args:
-        council: of all ranks.
+        consensus: of all ranks.
         model: sharded or not.
         options: in JSON's types; equal on all ranks.
 
@@ -69,7 +71,7 @@ def described(council: Council, model: nn.Module, options: object) -> tuple[Coll
         ConfigError: ranks differ in ``options``.
         UnsupportedError: the model has extra state, which goes nowhere.
     """
-    found = Collected(council.rank, council.world)
+    found = Collected(consensus.rank, consensus.world)
 
     def collect() -> list[object]:
         found.add_model(model)
@@ -79,14 +81,14 @@ def described(council: Council, model: nn.Module, options: object) -> tuple[Coll
                 f"extra state of modules, {', '.join([*states][:8])}, has no place among weights; "
                 "save() keeps it"
             )
-        return [shared(council, found), options]
+        return [shared(consensus, found), options]
 
     def describe(said: list[list[object]]) -> str:
         if any(one[1] != said[0][1] for one in said):
             raise ConfigError("ranks differ in their options: give all the same")
-        return merged(council, [str(key) for key, _ in said]).to_json().decode()
+        return merged(consensus, [str(key) for key, _ in said]).to_json().decode()
 
-    return found, Manifest.from_json(council.agree(collect, describe).encode())
+    return found, Manifest.from_json(consensus.agree(collect, describe).encode())
 
 
 class Planned(NamedTuple):
@@ -242,8 +244,8 @@ def save_weights(
     """
     await_save()
     folder = place_of(folder)
-    council = Council(f"save weights to {folder}", "save", "weights")
-    found, manifest = described(council, model, [str(dtype), max_file_nbytes])
+    consensus = Consensus(f"save weights to {folder}", "save", "weights")
+    found, manifest = described(consensus, model, [str(dtype), max_file_nbytes])
     plans: list[_Plan] = []
 
     def plan() -> str:
@@ -252,10 +254,10 @@ def save_weights(
         if isinstance(folder, ObjectUrl):
             folder.check()
         plans.append(_Plan(model, manifest, dtype, max_file_nbytes))
-        return shared_digests(council, digests_of(found.replicas))
+        return shared_digests(consensus, digests_of(found.replicas))
 
     def begin(keys: list[str]) -> str:
-        refuse_apart(council, keys)
+        refuse_apart(consensus, keys)
         if isinstance(folder, ObjectUrl):
             if folder.below():
                 raise ConfigError("there are objects at this URL; weights need a new one")
@@ -266,10 +268,10 @@ def save_weights(
         make_folder(unfinished)
         return str(unfinished)
 
-    unfinished = place_of(council.agree(plan, begin))
+    unfinished = place_of(consensus.agree(plan, begin))
 
     def write() -> None:
-        with closing(_Writer(plans[0], found.parts, council, unfinished)) as writer:
+        with closing(_Writer(plans[0], found.parts, consensus, unfinished)) as writer:
             writer.write()
 
     def finish(_: list[None]) -> None:
@@ -295,7 +297,7 @@ def save_weights(
         else:
             shutil.rmtree(unfinished, ignore_errors=True)
 
-    council.agree(write, finish, undo=undo)
+    consensus.agree(write, finish, undo=undo)
 
 
 class _Plan:
@@ -366,11 +368,11 @@ class _Writer:
     """Writes this rank's files, and gives other ranks what theirs need."""
 
     def __init__(
-        self, plan: _Plan, parts: Mapping[str, Tensor], council: Council, folder: Place
+        self, plan: _Plan, parts: Mapping[str, Tensor], consensus: Consensus, folder: Place
     ) -> None:
         self._plan = plan
         self._parts = parts
-        self._rank, self._world = council.rank, council.world
+        self._rank, self._world = consensus.rank, consensus.world
         self._folder = folder
         self._file: NewFile | None = None
         self._file_number = -1

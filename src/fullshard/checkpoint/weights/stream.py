@@ -24,7 +24,7 @@ from fullshard.checkpoint.weights.save import (
     size_of,
 )
 from fullshard.comm.bucketed_gather import BucketedGather
-from fullshard.comm.council import Council
+from fullshard.comm.consensus import Consensus
 from fullshard.errors import ConfigError, ProtocolError
 from fullshard.tensors.transfer import aligned, places, unpack
 
@@ -90,10 +90,10 @@ def stream_params(
     All ranks raise the same.
     """
     await_save()
-    council = Council("stream parameters", "stream", "weights")
+    consensus = Consensus("stream parameters", "stream", "weights")
     chosen = None if names is None else sorted(names)
-    receivers = [*range(council.world)] if ranks is None else sorted(set(ranks))
-    found, manifest = described(council, model, [str(dtype), bucket_nbytes, chosen, receivers])
+    receivers = [*range(consensus.world)] if ranks is None else sorted(set(ranks))
+    found, manifest = described(consensus, model, [str(dtype), bucket_nbytes, chosen, receivers])
     plans: list[list[list[Planned]]] = []
 
     def plan() -> None:
@@ -101,8 +101,8 @@ def stream_params(
             raise ConfigError(f"bucket_nbytes={bucket_nbytes!r}: expected a number of bytes")
         if bucket_nbytes < 1:
             raise ConfigError(f"bucket_nbytes={bucket_nbytes}: expected a positive number")
-        if not receivers or not all(0 <= rank < council.world for rank in receivers):
-            raise ConfigError(f"ranks={receivers}: expected some of 0 to {council.world - 1}")
+        if not receivers or not all(0 <= rank < consensus.world for rank in receivers):
+            raise ConfigError(f"ranks={receivers}: expected some of 0 to {consensus.world - 1}")
         tensors = planned_tensors(model, manifest, dtype)
         if chosen is not None:
             unknown = sorted(set(chosen) - {one.stored.name for one in tensors})
@@ -111,8 +111,8 @@ def stream_params(
             tensors = [one for one in tensors if one.stored.name in set(chosen)]
         plans.append(grouped(tensors, bucket_nbytes, lambda one: aligned(one.nbytes)))
 
-    council.agree(plan)
-    return ParamStream(model, manifest, found.tensors, plans[0], receivers, council)
+    consensus.agree(plan)
+    return ParamStream(model, manifest, found.tensors, plans[0], receivers, consensus)
 
 
 class ParamStream:
@@ -129,11 +129,11 @@ class ParamStream:
         own: Mapping[str, TensorEntry],
         buckets: Sequence[Sequence[Planned]],
         receivers: Sequence[int],
-        council: Council,
+        consensus: Consensus,
     ) -> None:
         self._model = model
         self._known, self._own = set(manifest.names()), own
-        self._rank, self._world = council.rank, council.world
+        self._rank, self._world = consensus.rank, consensus.world
         self._receivers = receivers
         self._batches = [
             [FilePiece(0, one, 0, one.stored.region.numel) for one in b] for b in buckets

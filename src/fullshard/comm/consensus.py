@@ -1,15 +1,15 @@
 """Decisions of all ranks through the store of the default process group, without collectives.
 
 Ranks that compute and ranks that write files may be at different places for a long time, and any
-of them may fail or die. A council lets all ranks learn what the first rank decided, or which rank
+of them may fail or die. A consensus lets all ranks learn what the first rank decided, or which rank
 failed and why.
 
-Every process has a heartbeat from its first council on. A rank whose process ends is named at once
-if it runs on this host, else after six times ``FULLSHARD_PATIENCE_S``. A live process on this host
-is waited for up to the time-out, even without a heartbeat. Councils are recorded in a ledger of
-issued operations. So if two ranks wait for each other, one in a council and one in a training step
-for example, the watch sees it and ends both waits. Without a watch, a live rank that does not come
-is named after the time-out of the store, which is that of ``init_process_group``.
+Every process has a heartbeat from its first consensus on. A rank whose process ends is named at
+once if it runs on this host, else after six times ``FULLSHARD_PATIENCE_S``. A live process on this
+host is waited for up to the time-out, even without a heartbeat. Decisions are recorded in a ledger
+of issued operations. So if two ranks wait for each other, one in a consensus and one in a training
+step for example, the watch sees it and ends both waits. Without a watch, a live rank that does not
+come is named after the time-out of the store, which is that of ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fullshard.errors import (
 )
 
 
-class Council:
+class Consensus:
     """A series of decisions that all ranks make together; every rank must make the same series.
 
     Args:
@@ -72,7 +72,7 @@ class Council:
         self._enter()
 
     def _enter(self) -> None:
-        """Take the next number, and record the council in the ledger."""
+        """Take the next number, and record the consensus in the ledger."""
         self._number = next(self._numbers)
         if self._ledger is not None:
             self._ledger.issue(self._kind, self._label, 0, Done)
@@ -261,21 +261,21 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 class _Members:
-    """The state that the councils of a job share; ``group`` is None for a rank that is alone."""
+    """The state that all ``Consensus`` objects of a job share; ``group`` is None without peers."""
 
     def __init__(self, group: dist.ProcessGroup | None, kind: str) -> None:
         self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
         self.ledger: Ledger | None = None
         self.store: dist.Store = dist.HashStore()
         self.numbers: Iterator[str] = map(str, itertools.count())
-        """Prefixes of the keys of the councils."""
+        """Prefixes of the keys of the decisions."""
         if group is None:
             return
         # Ranks may have used this store before, in another process group: take new keys.
-        start = f"fullshard/{drawn_name(f'the key prefix of councils, for a {kind}')}"
+        start = f"fullshard/{drawn_name(f'the key prefix of decisions, for a {kind}')}"
         self.numbers = (f"{start}/{number}" for number in itertools.count())
         self.store = own_store()
-        self.ledger = ledger_beside(self, "councils")
+        self.ledger = ledger_beside(self, "decisions")
         start_heartbeat()
 
 

@@ -22,7 +22,7 @@ from fullshard.doctor.facts import Facts
 from fullshard.errors import LostRankError
 
 
-class Board:
+class KeyValueExchange:
     """Values of ranks, as JSON, by topic; each topic is used once."""
 
     def __init__(self, store: dist.Store, *, rank: int, world: int, timeout_s: float) -> None:
@@ -55,7 +55,7 @@ class Board:
             return value
         return self._read(now, range(1), 3 * self.timeout_s)[0]
 
-    def meet(self, topic: str) -> None:
+    def barrier(self, topic: str) -> None:
         """Wait until all ranks are here."""
         self.gather(topic, None)
         self.from_first(f"{topic}: all are here")
@@ -74,16 +74,16 @@ class Board:
             return [json.loads(text) for text in now.collect(ranks, look).values()]
 
 
-def roll_call(board: Board, own: Facts) -> list[Facts]:
+def gather_facts(exchange: KeyValueExchange, own: Facts) -> list[Facts]:
     """Return the facts of all ranks on rank 0, an empty list on the others; compare their clocks.
 
     A rank reads its clock after rank 0 has said so and before rank 0 hears of it. A reading out of
     this interval proves a difference, however long the messages took.
     """
-    ranks = [Facts.from_json(each) for each in board.gather("facts", asdict(own))]
+    ranks = [Facts.from_json(each) for each in exchange.gather("facts", asdict(own))]
     said_s = time.time()
-    board.from_first("read your clock")
-    clocks = board.gather("clock", time.time())
+    exchange.from_first("read your clock")
+    clocks = exchange.gather("clock", time.time())
     heard_s = time.time()
     return [
         replace(one, clock_error_s=max(0.0, said_s - clock_s, clock_s - heard_s))
