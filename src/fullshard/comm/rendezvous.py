@@ -76,7 +76,7 @@ def _check_wishes(wishes: Sequence[str]) -> None:
             )
 
 
-class Met(NamedTuple):
+class LocalConnection(NamedTuple):
     """A connection to another rank of this host."""
 
     connection: socket.socket
@@ -92,7 +92,7 @@ class Rendezvous(NamedTuple):
     """A name that no other rendezvous of the job has."""
     memory: Memory
     """This rank's memory, which the other ranks of its host read."""
-    peers: Mapping[int, Met]
+    peers: Mapping[int, LocalConnection]
     """The other ranks of this rank's host, beginning with the next higher rank."""
 
 
@@ -230,7 +230,7 @@ def meet(group: dist.ProcessGroup, name: str, era: Era) -> Rendezvous | None:
         host = _host_of(hosts)[rank]
         met = handshake.taken() if len(host) > 1 else {}
     order = [r for r in (*range(rank + 1, world), *range(rank)) if r in met]
-    peers = {r: Met(met[r].connection, LentMemory(met[r].fd)) for r in order}
+    peers = {r: LocalConnection(met[r].connection, LentMemory(met[r].fd)) for r in order}
     return Rendezvous(hosts, exchange.name, memory, peers)
 
 
