@@ -127,7 +127,7 @@ class Liveness:
     def _silent(self, rank: int, beat: Beat | None, why: str) -> Absence:
         """Return the absence of a rank whose last heartbeat is ``beat``.
 
-        It is final once no newer one came for ``silence_s()``.
+        The absence is final after ``silence_s()`` without a newer one.
         """
         self.note({rank: _number(beat)})
         silent_s = time.monotonic() - self._seen[rank][1]

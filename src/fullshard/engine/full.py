@@ -253,8 +253,7 @@ class Loan:
         except ConfigError as error:
             problem, keep = error, False
         for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
-            flags = {param.requires_grad for param in params or ()}
-            if bucket.front is not None and len(flags) > 1:
+            if bucket.front is not None and len({p.requires_grad for p in params or ()}) > 1:
                 problem, keep = _frozen_in_part(self._terms.call, bucket), False
         tied = self._unit.registration.lent_ties(self._unit.buckets)
         if tied and self._terms.rank0_only:

@@ -85,7 +85,8 @@ class Precision:
         dtype = self.options.buffer_dtype
         if dtype is None:
             return
-        cast: dict[int, tuple[Tensor, Tensor]] = {}  # a buffer of several modules stays one
+        # By id: a buffer of several modules stays one. The old one may be saved for a backward.
+        cast: dict[int, tuple[Tensor, Tensor]] = {}
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_floating_point():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,18 @@ def install_forward_hooks(
         module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
 
 
+class _Call(NamedTuple):
+    """A call of a member.
+
+    Attributes:
+        handled: the exception that was being handled when it began.
+        is_lent: whether it runs on lent parameters, and the engine does not know of it.
+    """
+
+    handled: BaseException | None
+    is_lent: bool
+
+
 @dataclass
 class _ForwardHooks:
     """The two forward hooks of one member."""
@@ -43,21 +55,15 @@ class _ForwardHooks:
     unit: Unit
     member: int
     policy: MixedPrecisionPolicy
-    _calls: defaultdict[int, list[tuple[BaseException | None, bool]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    """The running calls of each thread, the innermost last.
-
-    Each has the exception that was being handled when it began, and True if it runs on lent
-    parameters, which the engine does not know of.
-    """
+    _calls: defaultdict[int, list[_Call]] = field(default_factory=lambda: defaultdict(list))
+    """The calls that run, by thread; the innermost is the last."""
 
     @_dynamo.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Unshard the unit; move the inputs of a root, and cast inputs."""
         engine = engine_of(self.unit)
         places_of(self.unit).end_hiding(self.unit)
-        self._calls[get_ident()].append((sys.exception(), self.unit.is_lent))
+        self._calls[get_ident()].append(_Call(sys.exception(), self.unit.is_lent))
         if self.unit.is_lent:
             self.unit.check_shown("a forward")
             if torch.is_grad_enabled():
@@ -76,10 +82,10 @@ class _ForwardHooks:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Reshard the unit if it is done, and cast the outputs; also called after exceptions."""
         calls = self._calls[get_ident()]
-        handled, is_lent = calls.pop() if calls else (None, True)  # else ``before`` did not run
-        if is_lent:
+        call = calls.pop() if calls else None
+        if call is None or call.is_lent:
             return None
-        failed = sys.exception() is not handled
+        failed = sys.exception() is not call.handled
         engine_of(self.unit).exit(self.unit, self.member, find_tensors(output), failed=failed)
         dtype = self.policy.output_dtype
         return None if dtype is None or failed else map_tensors(partial(_cast, dtype), output)

@@ -32,6 +32,7 @@ from fullshard.plan.ledger import PlanLedger
 from fullshard.plan.planning import plan
 
 _UNITS, _DIM, _BATCH = 12, 16, 4
+_PRESET = "; bandwidths of the host, granule, fixed and communicator bytes are those of a preset"
 
 
 def hardware_from(report: Report, date: str) -> Hardware:
@@ -51,9 +52,6 @@ def hardware_from(report: Report, date: str) -> Hardware:
     host_nbytes = min(here[0].host.usable_nbytes // len(here) for here in hosts)
     gpu = None if report.device == "cpu" else ranks[0].gpu
     preset = CPU if gpu is None else PRESETS["h100"]
-    assumed = (
-        "; bandwidths of the host, granule, fixed and communicator bytes are those of a preset"
-    )
     shares = any(SHARED_MEMORY in name for dim in report.dims for name in dim.carriers())
     hardware = replace(
         preset,
@@ -71,7 +69,7 @@ def hardware_from(report: Report, date: str) -> Hardware:
         in_background=gpu is not None or not shares,  # shared memory is copied by waiting ranks
         adds_wide=all(group.wire.adds_wide for dim in report.dims for group in dim.groups),
         source=f"measured on {date} by fullshard doctor, torch {ranks[0].versions['torch']}; "
-        f"{len(ranks)} rank(s) on {len(hosts)} host(s){'' if gpu is None else assumed}",
+        f"{len(ranks)} rank(s) on {len(hosts)} host(s){'' if gpu is None else _PRESET}",
     )
     steps = [speed.tiny_step_s for speed in report.speeds if speed.tiny_step_s is not None]
     return _with_action_s(hardware, report.shape, statistics.median(steps)) if steps else hardware

@@ -168,13 +168,14 @@ class Muon(Optimizer):
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         if "algorithm" in param_group:
-            group = {**param_group, "params": params}
-            counts_stacks = group["algorithm"] == MUON and "stacked" not in group
-            self._check_new(one[1] if isinstance(one, tuple) else one for one in params)
-            for more in self._by_stack(params) if counts_stacks else [{}]:
-                self._add({**group, **more})
+            self._check_new(param for _, param in map(_named, params))
+            groups = [{"params": params}]
+            if param_group["algorithm"] == MUON and "stacked" not in param_group:
+                groups = self._by_stack(params)
+            for group in groups:
+                self._add({**param_group, **group})
             return
-        params = [one[1] if isinstance(one, tuple) else one for one in params]
+        params = [param for _, param in map(_named, params)]
         unknown = [tuple(param.shape) for param in params if param not in self._chosen]
         if unknown:
             raise ConfigError(
@@ -190,8 +191,7 @@ class Muon(Optimizer):
         """Split ``params`` into groups by the number of leading dims that count matrices."""
         named = {name: choice for choice in self.rule for name in choice.names}
         found: dict[int, list[Any]] = {}
-        for one in params:
-            name, param = one if isinstance(one, tuple) else ("", one)
+        for name, param in map(_named, params):
             choice = self._chosen.get(param, named.get(name))
             stacked = 0
             if choice is not None:
@@ -200,9 +200,9 @@ class Muon(Optimizer):
             is_known = choice is not None and choice.algorithm == MUON
             if not is_known and len(shape := _full_shape(param)) > 2:
                 raise ConfigError(
-                    f"Muon.add_param_group: parameter {name or ''} of shape {shape} may be a stack "
-                    'of matrices: say {"stacked": N} in the group, the number of leading dims that '
-                    'count matrices; {"stacked": 0} for a convolution'
+                    f"Muon.add_param_group: {name or 'a parameter'} of shape {shape} may be "
+                    'a stack of matrices: say {"stacked": N} in the group, the number of leading '
+                    'dims that count matrices; {"stacked": 0} for a convolution'
                 )
             found.setdefault(stacked, []).append((name, param) if name else param)
         return [{"params": those, "stacked": stacked} for stacked, those in found.items()]
@@ -212,15 +212,16 @@ class Muon(Optimizer):
         algorithm = group["algorithm"]
         if algorithm not in (MUON, ADAMW):
             raise ConfigError(f"Muon: algorithm is {algorithm!r}, expected 'muon' or 'adamw'")
-        self._check_new(one[1] if isinstance(one, tuple) else one for one in group["params"])
+        self._check_new(param for _, param in map(_named, group["params"]))
         if algorithm == MUON:
             options = {"stacked": 0, **self._options, **group}
             check_options(options)
-            for one in group["params"] if options["stacked"] else ():
-                name, param = one if isinstance(one, tuple) else ("", one)
+            for name, param in map(_named, group["params"] if options["stacked"] else ()):
                 shape = _full_shape(param)
                 if len(shape) < 2 + options["stacked"]:
-                    raise not_a_matrix(name, shape, options["stacked"], param.dtype)
+                    raise not_a_matrix(
+                        name or "a parameter", shape, options["stacked"], param.dtype
+                    )
         part = self._parts.get(algorithm)
         if part is not None:
             part.add_param_group(group)
@@ -294,6 +295,11 @@ class _Matrices(OwnedOptimizer):
 
     def _probe(self, options: dict[str, Any]) -> Probe:
         return super()._probe({**options, "stacked": 0})
+
+
+def _named(item: Any) -> tuple[str, Tensor]:
+    """Return name and parameter of an item of a group; the name is empty if it has none."""
+    return item if isinstance(item, tuple) else ("", item)
 
 
 def _full_shape(param: Tensor) -> tuple[int, ...]:
