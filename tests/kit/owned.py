@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.layout.region import whole as all_of
+from fullshard.layout.region import full_region
 from fullshard.optim.owned.assign import Ranks, placement_of
 from fullshard.tensors import local_part, shown_like
 
@@ -65,7 +65,7 @@ def part(param: Tensor, whole: Tensor) -> Tensor:
     ranks = Ranks(mesh)
     local = torch.empty(local_part(param).shape, dtype=whole.dtype)
     region = ranks.region(placed, ranks.own)
-    for one in region.overlaps(all_of(placed.shape)):
+    for one in region.overlaps(full_region(placed.shape)):
         mine = local.view(-1).as_strided(one.sizes, one.strides, one.offset)
         mine.copy_(whole.contiguous().as_strided(one.sizes, one.other_strides, one.other_offset))
     return shown_like(param, local)

@@ -78,3 +78,30 @@ def test_a_counter_counts_steps(way: str, cls: Callable[[list[Tensor]], Optimize
     assert float(optimizer.param_groups[0]["step"]) == 3
     for param, other in zip(mine, its, strict=True):
         assert torch.equal(param, other)
+
+
+class OfGroup(Averaged):
+    """Counts in groups that have gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def count(self, group: dict[str, Any]) -> float:
+        if any(param.grad is not None for param in group["params"]):
+            group["step"] = group.get("step", 0) + 1
+        return float(group.get("step", 1))
+
+
+def test_groups_of_different_rounds_count_each() -> None:
+    """Each round begins with the options from before the step."""
+    mine = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3, 3))]
+    its = [nn.Parameter(param.detach().clone()) for param in mine]
+    optimizer = OwnedOptimizer([{"params": [one]} for one in mine], OfGroup, round_nbytes=1)
+    expected = OfGroup([{"params": [one]} for one in its])
+    for _ in range(3):
+        for param in (*mine, *its):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        expected.step()
+    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
+    assert all(torch.equal(param, other) for param, other in zip(mine, its, strict=True))

@@ -144,20 +144,20 @@ def test_a_process_that_lives_is_never_lost_for_its_silence(
     monkeypatch.setattr("fullshard.comm.liveness.BEAT_S", 0.1)
     store = dist.HashStore()
     store.set("fullshard/heartbeat/1", " ".join(map(str, sign)))
-    roll = Liveness(store)
+    liveness = Liveness(store)
 
-    def absence() -> tuple[str, bool]:
-        roll.absences([1])
+    def no_report() -> tuple[str, bool]:
+        liveness.no_reports([1])
         time.sleep(0.1)
-        return roll.absences([1])[1][:2]
+        return liveness.no_reports([1])[1][:2]
 
-    assert absence() == ("has no heartbeat, though its process is alive", False)
+    assert no_report() == ("has no heartbeat, though its process is alive", False)
     process.send_signal(signal.SIGSTOP)
     until(lambda: sign.is_stopped)
-    assert absence() == (f"{STOPPED}; silent for 0 s", True)
+    assert no_report() == (f"{STOPPED}; silent for 0 s", True)
     process.kill()
     until(lambda: sign.has_ended)
-    assert absence() == (DEAD, True)
+    assert no_report() == (DEAD, True)
 
 
 def test_a_store_that_fails_for_a_while_does_not_end_the_signs(

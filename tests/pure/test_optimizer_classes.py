@@ -104,7 +104,22 @@ class Clipped(Shaped):
         return param.grad * (group["clip"] / param.grad.norm()).clamp(max=1.0)
 
 
+class Recent(Shaped):
+    """Keeps the last two gradients of all elements in one tensor, or in a list."""
+
+    def __init__(self, params: Any, lr: float = 0.1, kind: Any = torch.stack) -> None:
+        super().__init__(params, lr=lr)
+        self.kind = kind
+
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        last = self.state[param].get("last", (torch.zeros_like(param),))
+        self.state[param]["last"] = self.kind([param.grad, last[0]])
+        return param.grad + last[0]
+
+
 REFUSED: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (Recent, {}),
+    (Recent, {"kind": list}),
     (torch.optim.Adafactor, {}),
     (torch.optim.Muon, {}),
     (torch.optim.LBFGS, {}),
@@ -132,6 +147,22 @@ def test_what_looks_at_more_than_an_element_is_refused(
             ShardedOptimizer(params(), cls, **kwargs)
     with pytest.raises(NotImplementedError):
         ShardedOptimizer(params(), cls, **kwargs)
+
+
+def test_a_class_may_replace_the_data_of_parameters() -> None:
+    class Replaces(Shaped):
+        def step(self, closure: Any = None) -> None:
+            for param in (one for group in self.param_groups for one in group["params"]):
+                if param.grad is not None:
+                    param.data = param.data - 0.5 * param.grad
+
+    mine = params()
+    before = [param.detach().clone() for param in mine]
+    for param in mine:
+        param.grad = torch.ones_like(param)
+    ShardedOptimizer(mine, Replaces).step()
+    for param, value in zip(mine, before, strict=True):
+        assert torch.equal(param, value - 0.5)
 
 
 def test_a_class_that_passed_is_tried_again_with_another_value_of_an_option() -> None:

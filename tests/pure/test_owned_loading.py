@@ -164,3 +164,15 @@ def test_a_first_step_that_fails_is_not_the_last(round_nbytes: int) -> None:
         expected.step()
     assert same(model.state_dict(), plain.state_dict())
     assert set(optimizer.state[model.one.weight]) == set(expected.state[plain.one.weight])
+
+
+@pytest.mark.parametrize("blocks", [None, 256])
+def test_parameters_of_integers_are_accepted(blocks: int | None) -> None:
+    """They never have gradients; quantized models have such parameters."""
+    model = nn.Linear(4, 4)
+    model.codes = nn.Parameter(torch.zeros(400, dtype=torch.uint8), requires_grad=False)
+    optimizer = OwnedOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, blocks=blocks)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before) and not model.codes.any()

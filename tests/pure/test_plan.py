@@ -291,6 +291,26 @@ def test_values_of_constants_and_of_the_batch_are_known() -> None:
     assert plan(Positions(), batch=tokens, world_size=2, hardware="cpu").flops == 0
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_values_on_the_cpu_are_computed_once(counts: bool) -> None:
+    class Cuts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            most = int(lengths.cpu().max())
+            if counts:
+                count = torch.tensor(most - 1)
+                count += 1
+                most = int(count)
+            return self.layer(x[:, :most])
+
+    batch = torch.ones(2, 9, 8), torch.tensor([3, 4])
+    cut = plan(Cuts(), batch=batch, world_size=2, hardware="cpu")
+    assert cut.flops == 6 * 2 * 4 * 8 * 8 - 2 * 2 * 4 * 8 * 8  # the input needs no gradient
+
+
 def test_written_values_are_forgotten() -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:

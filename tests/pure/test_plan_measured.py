@@ -92,6 +92,21 @@ def test_the_model_runs_with_real_tensors_of_the_batch() -> None:
     assert all(one == ([[6, 0, 3]], True) for one in seen)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_values_fit_the_dtype_of_the_batch(dtype: torch.dtype) -> None:
+    class Masked(Tokens):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(300, 16)
+
+        def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(tokens) * mask[..., None]
+
+    with torch.device("meta"):
+        batch = torch.empty(2, 5, dtype=torch.long), torch.empty(2, 5, dtype=dtype)
+    assert plan(Masked(), batch=batch, world_size=2, hardware="cpu", measure=True).measured
+
+
 def test_ranks_of_a_mirrored_world_hold_what_this_one_holds() -> None:
     with mirror_world(4, 2):
         wire = collectives_of(init_device_mesh("cpu", (4,)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard._torch.dtensor import StridedShard
-from fullshard.layout.region import Interval, Region, cut, whole
+from fullshard.layout.region import Interval, Region, cut, full_region
 from fullshard.tensors import RaggedShard, coordinates_near, region_of
 
 
@@ -82,7 +82,7 @@ def test_cut(data: st.DataObject, size: int) -> None:
 
 @given(shapes)
 def test_the_region_of_a_whole_tensor(shape: tuple[int, ...]) -> None:
-    assert elements(whole(shape), shape) == list(range(math.prod(shape)))
+    assert elements(full_region(shape), shape) == list(range(math.prod(shape)))
 
 
 def ragged(draw: st.DrawFn, numel: int, num_ranks: int) -> RaggedShard:

@@ -29,7 +29,7 @@ from fullshard.train.config import TrainConfig
 from fullshard.train.job import launch
 from fullshard.train.run.folder import RunDir
 from fullshard.train.run.saves import Saves
-from fullshard.train.world import meeting_place
+from fullshard.train.world import launcher_rendezvous
 from tests.kit.trace_report import Page
 from tests.pure.import_rules import package_sources
 from tests.pure.trace_files import rank_file, step, unit
@@ -254,10 +254,10 @@ def test_the_store_of_workers_that_may_be_killed_is_on_loopback(
     def started(*_: object, env: dict[str, str]) -> Any:
         for name in ("RANK", "WORLD_SIZE", launch.STORE):
             monkeypatch.setenv(name, (env | {"RANK": "1", "WORLD_SIZE": "2"})[name])
-        store = meeting_place()[0]["store"]
+        store = launcher_rendezvous()[0]["store"]
         assert isinstance(store, dist.TCPStore)
         store.set("of", "a worker")
-        assert meeting_place()[0]["store"].get("of") == b"a worker"
+        assert launcher_rendezvous()[0]["store"].get("of") == b"a worker"
         seen.append(listening([os.getpid()]))
         return SimpleNamespace(poll=lambda: 0, returncode=0)
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import typer
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fullshard import checkpoint
 from fullshard.cli import main
@@ -484,6 +484,34 @@ def test_workers_that_torchrun_restarts_resume_from_the_disk(
     monkeypatch.setattr(Saves, "steps", lambda self: [7] if where == "memory" else [])
     world = mock.Mock(is_first=True, kept=Store(), rows=lambda value: torch.tensor([[value]]))
     assert worker._going_on(config, world).resume == (where == "disk")
+
+
+@pytest.mark.parametrize("memory_every", [None, 1])
+def test_a_run_that_starts_removes_checkpoints_in_memory_of_an_earlier_one(
+    memory_every: int | None, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a later start with --memory-every would resume the earlier run."""
+    monkeypatch.setattr(RunDir, "memory", elsewhere / "memory")
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    (elsewhere / "memory" / "step-000050").mkdir(parents=True)
+    Saves(TrainConfig(out=str(elsewhere / "run"), memory_every=memory_every)).forget()
+    assert not (elsewhere / "memory").exists()
+
+
+WAITS = """
+import os, time
+if os.environ["RANK"] == "0":
+    raise SystemExit(3)
+time.sleep(60)
+"""
+
+
+def test_workers_that_have_not_met_end_with_a_lost_one() -> None:
+    """The other workers would wait for the lost worker until a time-out of PyTorch."""
+    with pytest.raises(ChildFailedError) as caught:
+        launch.start_workers(2, "-c", WAITS, keeps_going=True)
+    codes = {rank: one.exitcode for rank, one in caught.value.failures.items()}
+    assert codes == {0: 3, 1: -signal.SIGTERM}
 
 
 def test_a_killed_worker_explains_the_others(

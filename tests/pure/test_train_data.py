@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fullshard.errors import ConfigError
 from fullshard.train import showing
 from fullshard.train.config import TrainConfig
 from fullshard.train.data import documents, tokenizing
@@ -91,6 +92,18 @@ def test_bytes_per_token_add_up_to_the_text(tmp_path: Path) -> None:
     parts = (text.train, text.held_out)
     assert sum(counts[part.tokens].sum() for part in parts) == text.nbytes
     assert [counts[part.tokens].sum() for part in parts] == [part.nbytes for part in parts]
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_files(tmp_path / "text")
+    cache = tmp_path / "cache"
+    cache.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    message = f"Not a directory.*{cache}/fullshard.* writable .*XDG_CACHE_HOME"
+    with pytest.raises(ConfigError, match=message):
+        load_text(str(root), vocab_size=400)
 
 
 def test_windows_overlap_by_the_one_token_that_is_only_a_target() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from fullshard.errors import ConfigError
 from fullshard.train.data.documents import Document, collect
+from fullshard.train.run import RunDir
 
 TEXT = "def add(left, right):\n    return left + right  # naïve, 中文 and 🙂\n"
 
@@ -35,6 +36,18 @@ def test_a_folder_is_read_sorted_and_without_what_is_no_text(tmp_path: Path) -> 
     assert names == sorted(names)
     assert set(names) == {f"part{n % 3}/file{n:02d}.py" for n in range(5)}
     assert collect(str(root)).left_out == ("picture.bin (not UTF-8)", "zeros.txt (not text)")
+
+
+def test_files_of_runs_are_no_text(tmp_path: Path) -> None:
+    """The default --out lies in the current folder, as the text may do."""
+    root = write_files(tmp_path / "text", 5)
+    before = collect(str(root))
+    run = RunDir(root / "runs" / "default")
+    (run.path / "earlier-1").mkdir(parents=True)
+    run.lock.write_text("process 1")
+    for path in (run.config, run.tokenizer, run.path / "earlier-1" / "plan.json"):
+        path.write_text('{"text": "a record"}')
+    assert collect(str(root)) == before
 
 
 def test_a_file_is_read_alone(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ OPTIONS = [
     ("--name ..", "--name ..: must be a plain name"),
     ("--seed -1", "--seed is -1, it must be at least 0"),
     ("--out a_file", "--out a_file: cannot be written"),
+    ("--data . --out .", "--out .: the text is there; give another folder"),
     ("--wire int8", "--wire int8: 'int8' is no WirePolicy: expected some of gather=, reduce="),
     ("--wire gather=int4", "in 4 bits only gradients"),
     ("surplus", "unexpected extra argument"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from fullshard.layout.region import whole
+from fullshard.layout.region import full_region
 from fullshard.tensors import region_of
 from fullshard.tensors.parts import own_part
 from fullshard.tensors.transfer import ALIGN, pack, parts_of, places, unpack
@@ -26,7 +26,7 @@ def test_a_message_holds_each_element_once_and_aligned(
     placements = (Shard(dim) if dim < len(shape) else Replicate(),)
     dtype = torch.float64 if casts else torch.float32
     bounds = [full.numel() * at // count for at in range(count + 1)]
-    wanted = [whole(shape).part(*both) for both in itertools.pairwise(bounds)]
+    wanted = [full_region(shape).part(*both) for both in itertools.pairwise(bounds)]
     blocks = [torch.full((one.numel,), -1.0, dtype=dtype) for one in wanted]
     for rank in range(world):
         region = region_of(shape, placements, (world,), (rank,))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.comm.fault_domain import FaultDomain
-from fullshard.comm.liveness import DEAD, STOPPED, Absence, Liveness
+from fullshard.comm.liveness import DEAD, STOPPED, Liveness, NoReport
 from fullshard.errors import FullshardError, PeerError, ProtocolError
 from fullshard.watch import step as steps
 from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
@@ -54,7 +54,7 @@ def saving(waited_s: float, *, world: int = 3) -> GroupStatus:
     return GroupStatus("decisions", tuple(range(world)), 3, (save,), 2, waited_s)
 
 
-def found(*said: StatusReport, absent: Mapping[int, Absence] | None = None) -> Diagnosis:
+def found(*said: StatusReport, absent: Mapping[int, NoReport] | None = None) -> Diagnosis:
     return diagnose({one.rank: one for one in said}, absent or {}, patience_s=PATIENCE_S)
 
 
@@ -160,7 +160,7 @@ def test_an_optimizer_that_was_left_in_its_step_is_told_at_once() -> None:
     assert found(left._replace(rank=0), left, left._replace(rank=2)).ranks == (0, 1, 2)
     # Half-stepped weights may make ranks run different units. A lost rank is named first.
     assert found(report(0, ("a", "c")), left, waits._replace(rank=2)).kind is Kind.HALF_STEPPED
-    gone = {2: Absence(DEAD, True)}
+    gone = {2: NoReport(DEAD, True)}
     assert found(waits, left, absent=gone).kind is Kind.LOST
     other = left._replace(groups=())  # another training job
     assert found(report(0, ("a",), is_open=False), other).behind == (1,)
@@ -189,19 +189,19 @@ def test_who_is_late_is_told_after_the_patience() -> None:
 @pytest.mark.parametrize(("is_final", "kind"), [(True, Kind.LOST), (False, Kind.LATE)])
 def test_who_is_absent_is_told(is_final: bool, kind: Kind) -> None:
     waiting = report(0, ("a", "b"), waits_s=6.0), report(2, ("a", "b"), waits_s=6.0)
-    what = found(*waiting, absent={1: Absence("was stopped by a signal", is_final)})
+    what = found(*waiting, absent={1: NoReport("was stopped by a signal", is_final)})
     assert (what.kind, what.ranks) == (kind, (1,))
     assert what.text.startswith("rank 1 was stopped by a signal; rank 0 has waited 6.0 s for")
 
 
 def test_a_rank_that_ended_with_the_error_of_a_loss_is_not_accused() -> None:
     gone = {
-        1: Absence("ended without a word: killed", is_final=True),
-        2: Absence("exited with LostRankError: rank 1 ended without a word: killed; rank 0", True),
+        1: NoReport("ended without a word: killed", is_final=True),
+        2: NoReport("exited with LostRankError: rank 1 ended without a word: killed; rank 0", True),
     }
     running = report(0, ("a", "b")), report(3, ("a", "b"))
     assert found(*running, absent=gone).ranks == (1,)
-    gone[2] = Absence("exited with ValueError: no", is_final=True)
+    gone[2] = NoReport("exited with ValueError: no", is_final=True)
     assert found(*running, absent=gone).ranks == (1, 2)
 
 
@@ -226,7 +226,7 @@ def test_the_error_of_an_abort_is_no_failure_of_its_own(monkeypatch: pytest.Monk
 
 def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_lost() -> None:
     """The rank may still take part in collectives, until all others have waited long enough."""
-    silent = {1: Absence("has no heartbeat", is_final=True, least_wait_s=30.0)}
+    silent = {1: NoReport("has no heartbeat", is_final=True, least_wait_s=30.0)}
 
     def what(waits_s: float, third: StatusReport, *, is_open: bool = True) -> Kind:
         first = report(0, ("a", "b"), waits_s=waits_s, is_open=is_open)
@@ -237,12 +237,12 @@ def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_
     assert what(31.0, report(2, ("a", "b"), waits_s=31.0)) is Kind.LOST
     running = report(0, ("a", "b")), report(2, ("a", "b"))
     assert found(*running, absent=silent).kind is Kind.NOTHING
-    assert found(*running, absent={1: Absence("ended", is_final=True)}).kind is Kind.LOST
+    assert found(*running, absent={1: NoReport("ended", is_final=True)}).kind is Kind.LOST
 
 
 def test_whom_nobody_needs_may_end() -> None:
     rest = report(0, ("a", "b"), is_open=False), report(2, ("a", "b"), is_open=False)
-    assert found(*rest, absent={1: Absence("exited", True)}).kind is Kind.NOTHING
+    assert found(*rest, absent={1: NoReport("exited", True)}).kind is Kind.NOTHING
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
@@ -291,12 +291,12 @@ def test_a_rank_too_slow_to_report_may_fail_alike(is_known: bool) -> None:
     failed = report(0, ("a",), is_open=False, failure="E", failed_s=0.1)
     failed = failed._replace(groups=failed.groups if is_known else ())
     others = failed._replace(rank=2), failed._replace(rank=2, failed_s=PATIENCE_S + 1)
-    silent = {1: Absence("lives, but does not answer", is_final=False)}
+    silent = {1: NoReport("lives, but does not answer", is_final=False)}
     early = Kind.UNDECIDED if is_known else Kind.NOTHING  # it shares no training with others
     assert found(failed, others[0], absent=silent).kind is early
     late = failed._replace(failed_s=PATIENCE_S + 1)
     assert found(late, others[1], absent=silent).kind is (Kind.FAILED if is_known else Kind.NOTHING)
-    for gone in (Absence(DEAD, is_final=True), Absence("", is_final=False, has_begun=False)):
+    for gone in (NoReport(DEAD, is_final=True), NoReport("", is_final=False, has_begun=False)):
         assert found(failed, others[0], absent={1: gone}).kind is Kind.NOTHING
 
 
@@ -353,8 +353,8 @@ def messages() -> list[str]:
         found(report(0, ahead, waits_s=0.1), failed, report(2, ahead)).text,
         found(waits, report(1, ("blocks.0", "blocks.2")), other).text,
         found(longer, report(1, units[:1], stack="load (data.py:3)"), other).text,
-        found(waits, other, absent={1: Absence(DEAD, is_final=True)}).text,
-        found(longer, other, absent={1: Absence(STOPPED, is_final=False)}).text,
+        found(waits, other, absent={1: NoReport(DEAD, is_final=True)}).text,
+        found(longer, other, absent={1: NoReport(STOPPED, is_final=False)}).text,
         found(*crossed).text,
         found(ended(report(0, (*units, "blocks.0")), 2), late, ended(other, 0)).text,
         found(*apart).text,
@@ -390,11 +390,11 @@ def test_ranks_in_one_order_are_never_at_fault(data: st.DataObject) -> None:
 def test_a_rank_that_has_not_begun_is_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank may read data for any time before it shards its model."""
     monkeypatch.setenv("FULLSHARD_PATIENCE_S", "0.01")
-    roll = Liveness(dist.HashStore())
+    liveness = Liveness(dist.HashStore())
     for _ in range(2):
-        (absence,) = roll.absences([1]).values()
-        assert absence == Absence("has not begun to train yet", is_final=False, has_begun=False)
-        assert not absence.may_train
+        (no_report,) = liveness.no_reports([1]).values()
+        assert no_report == NoReport("has not begun to train yet", is_final=False, has_begun=False)
+        assert not no_report.may_train
 
 
 def test_a_silence_that_was_waited_for_is_not_waited_for_again(
@@ -414,7 +414,7 @@ def test_a_silence_that_was_waited_for_is_not_waited_for_again(
         sign(of_life, rank, 1)
         sign(of_job, member, 9)
     watching, voting = Liveness(of_life), Liveness(of_job)
-    watching.absences([0, 1])
+    watching.no_reports([0, 1])
     at_s[0] = 120.0
     assert watching.silent_since() == {0: 100.0, 1: 100.0}
     sign(of_life, 0, 2)
@@ -422,17 +422,17 @@ def test_a_silence_that_was_waited_for_is_not_waited_for_again(
     voting.take_over({4: 100.0, 6: 100.0})
     sign(of_job, 4, 10)
     at_s[0] = 131.0
-    found = voting.absences([4, 6])
+    found = voting.no_reports([4, 6])
     assert [found[member].is_final for member in (4, 6)] == [False, True]
-    assert not Liveness(of_job).absences([6])[6].is_final
+    assert not Liveness(of_job).no_reports([6])[6].is_final
 
 
 def test_ranks_that_all_meet_wait_for_nobody() -> None:
     """Connecting may take longer than the patience where no connection is possible."""
-    meeting = Issued(0, "rendezvous", "", 0)
+    rendezvous = Issued(0, "rendezvous", "", 0)
     said = {
         rank: StatusReport(
-            rank, (GroupStatus("0", (0, 1), 1, (meeting,), 0, 9.0),), True, "", 0.0, ""
+            rank, (GroupStatus("0", (0, 1), 1, (rendezvous,), 0, 9.0),), True, "", 0.0, ""
         )
         for rank in (0, 1)
     }

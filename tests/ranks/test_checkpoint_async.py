@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -96,6 +97,7 @@ def test_loads_and_loans_wait_for_copies(tmp_path: Path) -> None:
         trains(one, its, 0)
     before = everything(model, optimizer)
     state, steps = other.state_dict(), its_optimizer.state_dict()
+    shards = checkpoint.sharded_state_dict(other)
 
     def lends() -> None:
         with unshard_params(model):
@@ -103,6 +105,7 @@ def test_loads_and_loans_wait_for_copies(tmp_path: Path) -> None:
 
     calls: list[Callable[[], object]] = [
         lambda: model.load_state_dict(state),
+        lambda: checkpoint.load_sharded_state_dict(model, shards),
         lambda: model.blocks[1].load_state_dict(other.blocks[1].state_dict()),
         lambda: optimizer.load_state_dict(steps),
         lends,
@@ -418,7 +421,39 @@ checkpoint.save(sys.argv[1], model, step=1, mode="async")
 """
 
 
-def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
+WITH_EXECUTOR = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from fullshard.checkpoint.format import DataWriter
+put, executor = DataWriter.put, ThreadPoolExecutor(1)
+def slow(*args):
+    time.sleep(0.5)  # the program ends meanwhile
+    executor.submit(put, *args).result()
+DataWriter.put = slow
+"""
+
+
+@pytest.mark.parametrize("first", ["", WITH_EXECUTOR], ids=["alone", "executor"])
+def test_a_program_that_ends_waits_for_its_save(tmp_path: Path, first: str) -> None:
+    """Clients of object stores use executors, which CPython ends before it joins threads."""
     target = tmp_path / "one"
-    subprocess.run([sys.executable, "-c", PROGRAM, str(target)], check=True, timeout=120)
+    command = [sys.executable, "-c", first + PROGRAM, str(target)]
+    subprocess.run(command, check=True, timeout=120)
     checkpoint.verify(target)
+
+
+def test_a_wait_that_is_interrupted_does_not_forget_the_save(tmp_path: Path) -> None:
+    """Otherwise two saves would run at once, and the error of the first would be lost."""
+    model, optimizer = trained("plain")
+    with slow_disk() as goes_on:
+        save = checkpoint.save(
+            tmp_path / "one", model, optimizer, step=1, mode="async", budget_nbytes=0
+        )
+        interrupted = mock.patch.object(threading.Thread, "join", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            await_save()
+        again = begins(await_save)
+        assert again.is_alive()
+        goes_on.set()
+        again.join()
+    assert save.is_done

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import checkpoint, fully_shard
+from fullshard import FullyShardedDataParallel, checkpoint, fully_shard
 from fullshard.checkpoint.format import committing, datafile
 from fullshard.checkpoint.format.manifest import MANIFEST, digest_of
 from fullshard.checkpoint.saving import saving
@@ -788,6 +788,60 @@ def test_much_extra_state_passes_through_the_store(pool: RankPool, tmp_path: Pat
     assert pool.run(2, much_extra_state, tmp_path / "new") == [True, True]
     (path,) = [one for one in tmp_path.iterdir() if one.is_dir()]
     assert (path / MANIFEST).stat().st_size < 20 << 20  # stored once, not once a rank
+
+
+@on_ranks(2)
+def test_a_conversion_has_each_group_once_if_extra_state_differs(tmp_path: Path) -> None:
+    model = nn.Sequential(Random(2, 2))
+    optimizer = torch.optim.SGD(fully_shard(model).parameters(), lr=0.1)
+    checkpoint.save(tmp_path / "ours", model, optimizer, step=1)
+    if dist.get_rank() == 0:
+        checkpoint.convert(tmp_path / "ours", tmp_path / "theirs", to="torch")
+        state = torch.load(tmp_path / "theirs", weights_only=False)
+        assert len(state["optim"]["param_groups"]) == 1
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_equal_extra_with_keys_in_another_order_is_accepted(tmp_path: Path) -> None:
+    extra = {"seed": 7, "epoch": 1} if dist.get_rank() else {"epoch": 1, "seed": 7}
+    checkpoint.save(tmp_path / "new", fully_shard(nn.Linear(2, 2)), extra=extra, step=1)
+    assert checkpoint.verify(tmp_path / "new").extra == extra
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["rows", "originals", "flat"])
+def test_frozen_parameters_are_left_out_if_asked(tmp_path: Path, face: str) -> None:
+    def made(value: float) -> Any:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        for param in model.parameters():
+            nn.init.constant_(param, value)
+        model[0].requires_grad_(False)
+        if face == "rows":
+            return fully_shard(model)
+        model[0] = FullyShardedDataParallel(model[0], use_orig_params=face == "originals")
+        return FullyShardedDataParallel(model, use_orig_params=face == "originals")
+
+    saved, loaded = made(1.0), made(2.0)
+    checkpoint.Checkpointer(tmp_path, frozen=False).save(saved, step=1)
+    checkpoint.Checkpointer(tmp_path, frozen=False).load(loaded)
+    found = checkpoint.full_state_dict(loaded, rank0_only=False)
+    values = {name: value.unique().tolist() for name, value in found.items()}
+    assert values == {name: [2.0 if name.startswith("0") else 1.0] for name in found}
+
+
+def test_a_linked_checkpoint_is_loaded_and_stays(tmp_path: Path) -> None:
+    """Checkpoints may be moved to another disk; retention does not remove them there."""
+    checkpointer = checkpoint.Checkpointer(tmp_path / "run", keep=1)
+    model = nn.Linear(2, 2)
+    checkpointer.save(model, step=1)
+    (tmp_path / "run" / "step-000001").rename(tmp_path / "moved")
+    (tmp_path / "run" / "step-000001").symlink_to(tmp_path / "moved")
+    info = checkpointer.load(model)
+    assert info is not None and info.step == 1 and checkpointer.steps() == [1]
+    checkpointer.save(model, step=2)
+    assert checkpointer.steps() == [1, 2]
+    checkpoint.verify(tmp_path / "moved")
 
 
 @pytest.mark.parametrize("name", ["every", "keep", "copies"])

@@ -205,7 +205,7 @@ def test_a_rank_that_nobody_meets_ends_with_what_it_knows(tmp_path: Path) -> Non
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     done = run_command(tmp_path, "--timeout", "2", **variables, **place)
     assert done.returncode == 1
-    assert "failed: the meeting of the ranks at MASTER_ADDR: not done within 4 s" in done.stdout
+    assert "failed: the rendezvous at MASTER_ADDR: not done within 4 s" in done.stdout
 
 
 def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from fullshard.tensors import local_part
 from fullshard.train import loop
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import Dtype, LayoutName, Quantize, TrainConfig
+from fullshard.train.data import load_text
+from fullshard.train.job.export import _write_others
 from fullshard.train.job.finished import FinishedRun
 from fullshard.train.job.prepare import prepare
 from fullshard.train.loop import build_sharded_model
@@ -370,6 +372,26 @@ def test_an_export_does_not_overwrite(tmp_path: Path) -> None:
     config = config_of(tmp_path, "llama", export=str(tmp_path))
     with pytest.raises(ConfigError, match="is there already; give a new folder"):
         prepare(config, num_workers=1)
+
+
+@pytest.mark.parametrize("folder", ["runs/new", "runs"])
+def test_an_export_does_not_go_where_the_run_is(tmp_path: Path, folder: str) -> None:
+    config = config_of(tmp_path, "llama", export=str(tmp_path / folder))
+    config = replace(config, out=str(tmp_path / "runs" / "new"))
+    with pytest.raises(ConfigError, match="the run will be there or below"):
+        prepare(config, num_workers=1)
+
+
+def test_an_export_names_the_end_of_the_tokenizer_that_was_trained(tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_text('{"bos_token_id": 1, "eos_token_id": 2, "kept": 3}')
+    text = tmp_path / "text.txt"
+    text.write_text("a few words\n" * 400)
+    tokenizer = load_text(str(text), vocab_size=300).tokenizer
+    _write_others(tmp_path, TrainConfig(), tokenizer)
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads((tmp_path / name).read_text())
+        assert found == {"bos_token_id": 0, "eos_token_id": 0, "kept": 3}
 
 
 @pytest.mark.parametrize("package", ["peft", "bitsandbytes"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,11 +46,14 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 @on_ranks(4)
 def test_a_program_trains_as_the_unsharded_model(name: str) -> None:
     program: dict[str, Any] = {}
-    exec(translated(PLAIN | CONFIGS[name], name), program)
+    code = translated(PLAIN | CONFIGS[name], name)
+    assert "get_world_size" not in code  # in a program of its own, no process group exists before
+    exec(code, program)
     model, whole = made(), made()
     torch.manual_seed(1)
     batches = torch.randn(4, dist.get_world_size(), 2, 8, dtype=torch.float64)
-    program["train"](model, batches[:, dist.get_rank()], loss_of)
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
+        program["train"](model, batches[:, dist.get_rank()], loss_of)
 
     optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
     for first in (0, 2):

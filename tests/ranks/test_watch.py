@@ -305,7 +305,7 @@ def fail_as_ranks_meet(group: dist.ProcessGroup, store: dist.Store) -> None:
     store.set("meets", b"")
 
 
-def test_a_fault_ends_a_meeting(pool: RankPool) -> None:
+def test_a_fault_ends_a_rendezvous(pool: RankPool) -> None:
     """A fault ends a wait for ranks to connect; the missing rank may wait in another group."""
     assert pool.run(2, meet_who_failed) == ["rank 1 failed", ""]
 

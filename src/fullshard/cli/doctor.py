@@ -23,7 +23,7 @@ from fullshard.plan import hardware_from, time_host
 from fullshard.progress import on_progress
 from fullshard.train.job import default_nproc, start_workers
 from fullshard.train.showing import Operations
-from fullshard.train.world import is_worker, meeting_place, num_local_workers
+from fullshard.train.world import is_worker, launcher_rendezvous, num_local_workers
 
 Show = Callable[[doctor.Report], None]
 
@@ -85,7 +85,7 @@ def _work(show: Show, mesh: str | None, timeout_s: float) -> NoReturn:
         # cursor hidden.
         with on_progress(Operations(prints=rank == 0).update):
             code = doctor.examine(
-                lambda: meeting_place()[0]["store"],
+                lambda: launcher_rendezvous()[0]["store"],
                 show,
                 rank=rank,
                 world=world,

@@ -60,6 +60,10 @@ def translated(config: Mapping[str, Any], name: str) -> str:
     return program.text(name)
 
 
+_WORLD_SIZE = 'int(os.environ["WORLD_SIZE"])'
+"""The number of ranks, as code that needs no process group."""
+
+
 @dataclass
 class Program:
     """A training program on fullshard, as far as a configuration decides it."""
@@ -83,7 +87,6 @@ class Program:
         lines += ["import os", ""] if "os." in "".join(self.mesh or ()) else []
         lines += ["import torch"]
         if self.mesh is not None:
-            lines += ["import torch.distributed as dist"]
             lines += ["from torch.distributed.device_mesh import init_device_mesh"]
         lines += ["", "import fullshard", "", "", "def train(model, batches, loss_of):"]
         lines += ['    """Train on the batches of this rank; `loss_of(model, batch)` is a mean."""']
@@ -110,6 +113,8 @@ class Program:
             of, given = "ShardedOptimizer", ["model.parameters()", self.optimizer]
         else:
             of, given = self.optimizer, ["model"]
+            if self.optimizer_options.pop("host_fraction", None) is not None:
+                self.notes["offload_optimizer"] = "Muon keeps its state on the device"
         given += _keywords(self.optimizer_options)
         yield _call(f"optimizer = fullshard.optim.{of}", given)
         if self.scaler is not None:
@@ -370,7 +375,7 @@ def _stage(program: Program, key: str, value: Any) -> None:
     if value not in (0, 1, 2, 3):
         raise ConfigError(f"{key} is {value!r}, expected 0, 1, 2 or 3")
     if value == 0:
-        program.mesh = ("dist.get_world_size()", "1")
+        program.mesh = (_WORLD_SIZE, "1")
     if value < 3:
         program.shard["reshard_after_forward"] = "False"
 
@@ -406,7 +411,7 @@ def _hpz(program: Program, key: str, value: Any) -> None:
 
 def _mics(program: Program, key: str, value: Any) -> None:
     if isinstance(value, int) and value > 0:
-        program.mesh = ("dist.get_world_size() // shards", str(value))
+        program.mesh = (f"{_WORLD_SIZE} // shards", str(value))
 
 
 def _wire(part: str, code: str, program: Program, key: str, value: Any) -> None:
@@ -446,7 +451,7 @@ def _strategy(program: Program, key: str, value: Any) -> None:
         _stage(program, key, 0)
     if value.startswith("HYBRID"):
         local = 'int(os.environ["LOCAL_WORLD_SIZE"])'
-        program.mesh = ("dist.get_world_size() // shards", local)
+        program.mesh = (f"{_WORLD_SIZE} // shards", local)
 
 
 _ZERO = "zero_optimization"

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from fullshard.comm.heartbeat import BEAT_S, Beat, last_beat, silence_s
 from fullshard.errors import FullshardError, LostRankError
 
-__all__ = ["DEAD", "STOPPED", "Absence", "Liveness", "exit_reason_key", "losing_ranks"]
+__all__ = ["DEAD", "STOPPED", "Liveness", "NoReport", "exit_reason_key", "losing_ranks"]
 
 DEAD = "ended without a word: killed, or it crashed"
 STOPPED = "was stopped by a signal"
 
 
-class Absence(NamedTuple):
+class NoReport(NamedTuple):
     """The reason why a rank did not report its status."""
 
     why: str
@@ -74,14 +74,14 @@ class Liveness:
         for rank, number in self.beats(silent_since).items():
             self._seen[rank] = (number, silent_since[rank])
 
-    def absences(self, ranks: Iterable[int]) -> dict[int, Absence]:
+    def no_reports(self, ranks: Iterable[int]) -> dict[int, NoReport]:
         """Return why ``ranks`` did not report; look a second time if some may be alive."""
         first = {rank: last_beat(self._store, rank) for rank in ranks}
         found = {rank: self._known(rank, beat) for rank, beat in first.items()}
         if None in found.values():
             time.sleep(1.5 * BEAT_S)
         return {
-            rank: absence or self._guessed(rank, first[rank]) for rank, absence in found.items()
+            rank: no_report or self._guessed(rank, first[rank]) for rank, no_report in found.items()
         }
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -96,43 +96,43 @@ class Liveness:
             if beat is not None and beat.has_ended:
                 found[rank] = DEAD
             elif not (beat is not None and beat.is_running):
-                absence = self._silent(rank, beat, "had no heartbeat")
-                if absence.is_final:
-                    found[rank] = absence.why
+                no_report = self._silent(rank, beat, "had no heartbeat")
+                if no_report.is_final:
+                    found[rank] = no_report.why
         return found
 
     def beats(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the numbers of the last heartbeats of ``ranks``; -1 if there was none."""
         return {rank: _number(last_beat(self._store, rank)) for rank in ranks}
 
-    def _known(self, rank: int, beat: Beat | None) -> Absence | None:
+    def _known(self, rank: int, beat: Beat | None) -> NoReport | None:
         if self._store.check([exit_reason_key(rank)]):
-            return Absence(self._store.get(exit_reason_key(rank)).decode(), is_final=True)
+            return NoReport(self._store.get(exit_reason_key(rank)).decode(), is_final=True)
         if beat is not None and beat.has_ended:
-            return Absence(DEAD, is_final=True)
+            return NoReport(DEAD, is_final=True)
         if beat is not None and beat.is_stopped:
             return self._silent(rank, beat, STOPPED)
         return None
 
-    def _guessed(self, rank: int, before: Beat | None) -> Absence:
+    def _guessed(self, rank: int, before: Beat | None) -> NoReport:
         if last_beat(self._store, rank) != before:
-            return Absence("lives, but does not answer", is_final=False)
+            return NoReport("lives, but does not answer", is_final=False)
         if before is None:  # it may load data for any time; the launcher knows whether it ended
-            return Absence("has not begun to train yet", is_final=False, has_begun=False)
+            return NoReport("has not begun to train yet", is_final=False, has_begun=False)
         if before.is_running:
-            return Absence("has no heartbeat, though its process is alive", is_final=False)
+            return NoReport("has no heartbeat, though its process is alive", is_final=False)
         why = "has no heartbeat: it ended, was stopped, or cannot reach the store"
         return self._silent(rank, before, why)._replace(least_wait_s=silence_s())
 
-    def _silent(self, rank: int, beat: Beat | None, why: str) -> Absence:
-        """Return the absence of a rank whose last heartbeat is ``beat``.
+    def _silent(self, rank: int, beat: Beat | None, why: str) -> NoReport:
+        """Return why a rank whose last heartbeat is ``beat`` does not report.
 
-        The absence is final after ``silence_s()`` without a newer one.
+        The reason is final after ``silence_s()`` without a newer one.
         """
         self.note({rank: _number(beat)})
         silent_s = time.monotonic() - self._seen[rank][1]
         is_final = silent_s > silence_s()
-        return Absence(f"{why}; silent for {silent_s:.0f} s" if is_final else why, is_final)
+        return NoReport(f"{why}; silent for {silent_s:.0f} s" if is_final else why, is_final)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def examine(
         else:
             print(f"fullshard: error: rank {rank}: {message}", file=sys.stderr, flush=True)
 
-    with bounded(2 * timeout_s, "the meeting of the ranks at MASTER_ADDR", then=give_up):
+    with bounded(2 * timeout_s, "the rendezvous at MASTER_ADDR", then=give_up):
         store = meet()
     exchange = KeyValueExchange(store, rank=rank, world=world, timeout_s=timeout_s)
     failure = ""

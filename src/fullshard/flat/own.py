@@ -73,6 +73,9 @@ class OwnTensors:
                 f"{', '.join(sorted(without))} has no reset_parameters() to give them values: pass "
                 "param_init_fn, or use fully_shard() and load_weights()"
             )
+        tied: dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]] = {}
+        for holder, name, tensor in self._all():
+            tied.setdefault(id(tensor), (tensor, []))[1].append((holder, name))
         with torch.no_grad():
             for inner in owners if init is None else modules:
                 if init is not None:
@@ -80,6 +83,9 @@ class OwnTensors:
                 else:
                     inner.to_empty(device=device, recurse=False)
                     inner.reset_parameters()  # type: ignore[operator]
+        for tensor, (*others, (last, its)) in tied.values():  # to_empty has made one for each place
+            for holder, name in others if isinstance(tensor, nn.Parameter) else ():
+                setattr(holder, name, last._parameters[its])
 
     def move(self, device: torch.device) -> None:
         """Move parameters and buffers to ``device``; meta tensors and lazy parameters stay."""

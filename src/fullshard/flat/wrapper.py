@@ -51,7 +51,7 @@ from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.module import UnshardHandle, unshard_unit
 from fullshard.frontend.ownership import collect, unit_of, units_below
 from fullshard.frontend.places import FLAT_PARAM, innermost
-from fullshard.frontend.sharded import ShardedModule
+from fullshard.frontend.sharded import ShardedModule, set_machine_policy, set_unit_policy
 from fullshard.layout import Ragged
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import AfterForward, Ahead
@@ -204,7 +204,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         self._precision.keep_reduced(shard_modules([self], choices))
         ahead = Ahead.NEVER if given.backward_prefetch is None else given.backward_prefetch.ahead
         budget = None if given.limit_all_gathers else sys.maxsize
-        self._set_machine(backward_ahead=ahead, prefetch_budget=budget)
+        set_machine_policy(self, backward_ahead=ahead, prefetch_budget=budget)
 
     # the wrapped module
 
@@ -314,9 +314,9 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         self._check_root("no_sync()")
         engine = engine_of(self._unit)
         policies = [engine.policy_of(unit) for unit in engine.units]
-        self._set(True, requires_gradient_sync=False)
+        set_unit_policy(self, True, requires_gradient_sync=False)
         if self._given.sharding_strategy.keeps:
-            self._set(True, reshard_after_backward=False)
+            set_unit_policy(self, True, reshard_after_backward=False)
         try:
             yield
         finally:

@@ -12,7 +12,13 @@ from fullshard.engine import Bucket
 from fullshard.errors import ArgumentTypeError, AssertedConfigError, ConfigError, NotBuiltError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import unit_of
-from fullshard.frontend.sharded import ShardedModule, unit_and_engine
+from fullshard.frontend.sharded import (
+    ShardedModule,
+    chosen_buckets,
+    chosen_units,
+    set_machine_policy,
+    unit_and_engine,
+)
 
 
 class CommunicationControls(ShardedModule):
@@ -38,7 +44,7 @@ class CommunicationControls(ShardedModule):
             raise ConfigError(
                 f"set_gradient_divide_factor: got {factor!r}, expected a number above 0"
             )
-        for bucket in self._buckets(recurse=False):
+        for bucket in chosen_buckets(self, recurse=False):
             bucket.change_reduction(divide_by=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -52,7 +58,7 @@ class CommunicationControls(ShardedModule):
 
         Such a parameter has no gradient on any rank. All ranks reduce equal sizes anyway.
         """
-        for bucket in self._buckets(recurse):
+        for bucket in chosen_buckets(self, recurse):
             bucket.change_reduction(fill_absent=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(
@@ -75,7 +81,7 @@ class CommunicationControls(ShardedModule):
         units = unit_and_engine(self)[1].units
         largest = sorted((unit.reduction_nbytes for unit in units), reverse=True)
         budget = None if max_input_buffers == 1 else sum(largest[:max_input_buffers])
-        self._set_machine(reduction_budget=budget)
+        set_machine_policy(self, reduction_budget=budget)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
         """Call ``hook`` with the reduced gradients of this unit, 1-D, the mean over all ranks.
@@ -92,13 +98,13 @@ class CommunicationControls(ShardedModule):
             ConfigError: if the unit's parameters are on several meshes, or if ``stream`` is given
                 and there are replicas.
         """
-        bucket = self._single_bucket("set_all_reduce_hook")
+        bucket = _single_bucket(self, "set_all_reduce_hook")
         if stream is not None and bucket is not None and bucket.spec.replicas is not None:
             raise ConfigError(
                 "set_all_reduce_hook(stream=...): on a mesh with replicas the hook runs after the "
                 "all-reduce, on its stream; leave stream out"
             )
-        for one in self._buckets(recurse=False):
+        for one in chosen_buckets(self, recurse=False):
             one.change_reduction(hook=hook, hook_stream=stream)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -107,7 +113,7 @@ class CommunicationControls(ShardedModule):
         False does nothing: there is no way back once this is enabled.
         """
         if enable:
-            self._rewire(recurse=False, change=_by_sums)
+            _rewire(self, recurse=False, change=_by_sums)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -127,7 +133,7 @@ class CommunicationControls(ShardedModule):
                 twins[group] = collectives_of_twin(comm, bucket.spec.device.type).group
             return {"reducer": bucket.spec.reducing.over(twins.get(group, group))}
 
-        self._rewire(recurse, separate)
+        _rewire(self, recurse, separate)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit with ``comm``, in memory allocated by ``comm``; see ``fullshard.Comm``.
@@ -135,8 +141,9 @@ class CommunicationControls(ShardedModule):
         Raises:
             ConfigError: if the unit's parameters are on several meshes.
         """
-        self._single_bucket("set_custom_all_gather")
-        self._rewire(
+        _single_bucket(self, "set_custom_all_gather")
+        _rewire(
+            self,
             recurse=False,
             change=lambda bucket: {
                 "comm": Custom(bucket.spec.comm, gather=comm),
@@ -153,13 +160,14 @@ class CommunicationControls(ShardedModule):
             ConfigError: if the unit's parameters are on several meshes, or ``wire`` of the unit
                 says how to reduce.
         """
-        bucket = self._single_bucket("set_custom_reduce_scatter")
+        bucket = _single_bucket(self, "set_custom_reduce_scatter")
         if bucket is not None and bucket.spec.wire.reduce is not None:
             raise ConfigError(
                 f"set_custom_reduce_scatter: the unit was sharded with wire={bucket.spec.wire}, "
                 "which decides how gradients are reduced; leave reduce out of one or the other"
             )
-        self._rewire(
+        _rewire(
+            self,
             recurse=False,
             change=lambda bucket: {"reducer": Custom(bucket.spec.reducing, reduce=comm)},
         )
@@ -177,7 +185,7 @@ class CommunicationControls(ShardedModule):
         Raises:
             ConfigError: if the unit has a custom collective, which allocates its own memory.
         """
-        self._check_no_custom("set_allocate_memory_from_process_group_for_comm", enable)
+        _check_no_custom(self, "set_allocate_memory_from_process_group_for_comm", enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Raise an error, since symmetric memory is not built yet.
@@ -186,41 +194,44 @@ class CommunicationControls(ShardedModule):
             ConfigError: if the unit has a custom collective, which allocates its own memory.
             NotBuiltError: otherwise.
         """
-        self._check_no_custom("set_symm_mem_for_comm", backend)
+        _check_no_custom(self, "set_symm_mem_for_comm", backend)
         raise NotBuiltError(
             f"set_symm_mem_for_comm({backend!r}): symmetric memory is not built; leave this call "
             "out, PyTorch's allocator is used"
         )
 
-    def _check_no_custom(self, what: str, value: object) -> None:
-        buckets = self._buckets(recurse=False)
-        wires = [wire for b in buckets for wire in (b.spec.comm, b.spec.reducing)]
-        if any(isinstance(wire, Custom) for wire in wires):
-            raise AssertedConfigError(
-                f"{what}({value!r}): the unit has a collective from set_custom_all_gather or "
-                "set_custom_reduce_scatter, which allocates its own memory; use one or the other"
-            )
 
-    def _single_bucket(self, what: str) -> Bucket | None:
-        """Return the first bucket, if any; raise if there are several meshes."""
-        buckets = self._buckets(recurse=False)
-        if len({bucket.spec.comm.group for bucket in buckets}) > 1:
-            raise ConfigError(
-                f"{what}: the unit has parameters on several meshes, so that it would be unclear "
-                "which one is meant; give those of one mesh to a call of their own"
-            )
-        return buckets[0] if buckets else None
+def _check_no_custom(module: nn.Module, what: str, value: object) -> None:
+    buckets = chosen_buckets(module, recurse=False)
+    wires = [wire for b in buckets for wire in (b.spec.comm, b.spec.reducing)]
+    if any(isinstance(wire, Custom) for wire in wires):
+        raise AssertedConfigError(
+            f"{what}({value!r}): the unit has a collective from set_custom_all_gather or "
+            "set_custom_reduce_scatter, which allocates its own memory; use one or the other"
+        )
 
-    def _rewire(
-        self, recurse: bool, change: Callable[[Bucket], dict[str, Collectives | None]]
-    ) -> None:
-        """Replace collectives of buckets by ``change``, between steps."""
-        units = self._units(recurse)
-        for engine in dict.fromkeys(map(engine_of, units)):
-            engine.reset_wires([unit for unit in units if unit.engine is engine])
-        for unit in units:
-            for bucket in unit.buckets:
-                bucket.rewire(**change(bucket))
+
+def _single_bucket(module: nn.Module, what: str) -> Bucket | None:
+    """Return the first bucket, if any; raise if there are several meshes."""
+    buckets = chosen_buckets(module, recurse=False)
+    if len({bucket.spec.comm.group for bucket in buckets}) > 1:
+        raise ConfigError(
+            f"{what}: the unit has parameters on several meshes, so that it would be unclear "
+            "which one is meant; give those of one mesh to a call of their own"
+        )
+    return buckets[0] if buckets else None
+
+
+def _rewire(
+    module: nn.Module, recurse: bool, change: Callable[[Bucket], dict[str, Collectives | None]]
+) -> None:
+    """Replace collectives of buckets by ``change``, between steps."""
+    units = chosen_units(module, recurse)
+    for engine in dict.fromkeys(map(engine_of, units)):
+        engine.reset_wires([unit for unit in units if unit.engine is engine])
+    for unit in units:
+        for bucket in unit.buckets:
+            bucket.rewire(**change(bucket))
 
 
 def _by_sums(bucket: Bucket) -> dict[str, Collectives | None]:

@@ -21,7 +21,7 @@ from fullshard._torch import memory as _memory
 from fullshard.engine import Unit
 from fullshard.errors import ConfigError, ProtocolError, RaggedOperationError, UnsupportedError
 from fullshard.frontend.ownership import members_of, owned_places, owner_of, unit_of, units_below
-from fullshard.frontend.places import Place
+from fullshard.frontend.places import Place, places_of
 from fullshard.tensors import MIXED, AbsentParameter, RaggedTensor, explanations, local_part
 from fullshard.tensors.form import clean_name
 
@@ -151,6 +151,10 @@ def explain_forward(module: nn.Module, error: Exception) -> None:
     if not _used_while_sharded(error):
         return
     unit = unit_of(module)
+    engine: Any = None if unit is None else unit.engine
+    buckets = [] if engine is None else [b for one in engine.units for b in one.buckets]
+    if MIXED in str(error) and any(any(bucket.spec.parallel or ()) for bucket in buckets):
+        return  # a module with tensor parallelism computes with DTensors of its own
     inner = [u.name for u in units_below([module]) if u is not unit and u.buckets]
     hint = f" (units inside of it: {', '.join(inner[:8])})" if inner else ""
     raise ProtocolError(
@@ -188,7 +192,9 @@ def _guard(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
-            if not _used_while_sharded(error):
+            unit = unit_of(self)
+            is_unsharded = unit is not None and not places_of(unit).shows_sharded
+            if is_unsharded or not _used_while_sharded(error):
                 raise
             raise ProtocolError(
                 f"{type(self).__name__}.{name}() used parameters while they were sharded: only "

@@ -16,7 +16,13 @@ from fullshard.frontend.explain import check_full_tensors, guarded_methods
 from fullshard.frontend.hooks import engine_of, run_as_forward
 from fullshard.frontend.ownership import unit_of
 from fullshard.frontend.places import places_of
-from fullshard.frontend.sharded import unit_and_engine
+from fullshard.frontend.sharded import (
+    chosen_buckets,
+    chosen_units,
+    set_machine_policy,
+    set_unit_policy,
+    unit_and_engine,
+)
 from fullshard.schedule import AfterForward
 from fullshard.schedule import triggers as when
 
@@ -32,9 +38,9 @@ class PendingGradient(NamedTuple):
 
 def _pending_in(bucket: Bucket) -> Iterator[tuple[nn.Parameter, PendingGradient]]:
     waiting = bucket.waiting
-    whole = waiting.pending or [None] * len(bucket.sharded_params)
+    pending = waiting.pending or [None] * len(bucket.sharded_params)
     partial = _partial_pieces(bucket, waiting.partial)
-    for param, unreduced, piece in zip(bucket.sharded_params, whole, partial, strict=True):
+    for param, unreduced, piece in zip(bucket.sharded_params, pending, partial, strict=True):
         if unreduced is not None or piece is not None:
             yield param, PendingGradient(unreduced, piece)
 
@@ -156,7 +162,8 @@ class FSDPModule(CommunicationControls):
 
         On a mesh with replicas this also calls ``set_requires_all_reduce`` with the same value.
         """
-        self._set(
+        set_unit_policy(
+            self,
             recurse,
             requires_gradient_sync=requires_gradient_sync,
             requires_all_reduce=requires_gradient_sync,
@@ -169,7 +176,7 @@ class FSDPModule(CommunicationControls):
         far the reduction has come. The tensors are the engine's own: in-place writes take effect.
         Tensor-parallel gradients are this rank's local tensors. No PyTorch counterpart.
         """
-        buckets = self._buckets(recurse=True)
+        buckets = chosen_buckets(self, recurse=True)
         return {param: grad for bucket in buckets for param, grad in _pending_in(bucket)}
 
     def clear_pending_gradients(self) -> None:
@@ -178,7 +185,7 @@ class FSDPModule(CommunicationControls):
         Raises:
             ProtocolError: during a forward or backward.
         """
-        units = self._units(recurse=True)
+        units = chosen_units(self, recurse=True)
         for unit in units:
             engine_of(unit).check_idle("clear_pending_gradients")
         for unit in units:
@@ -190,7 +197,7 @@ class FSDPModule(CommunicationControls):
         If not, gradients are reduced over the shards only and add up inside the engine, with
         ``grad`` unchanged, until a backward that reduces over both. No effect without replicas.
         """
-        self._set(recurse, requires_all_reduce=requires_all_reduce)
+        set_unit_policy(self, recurse, requires_all_reduce=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``, even for a root that uses the default.
@@ -203,7 +210,7 @@ class FSDPModule(CommunicationControls):
                 f"set_reshard_after_forward: got {reshard_after_forward!r}, expected a bool"
             )
         after = AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP
-        self._set(recurse, after_forward=after)
+        set_unit_policy(self, recurse, after_forward=after)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -212,7 +219,7 @@ class FSDPModule(CommunicationControls):
 
         This saves all-gathers between optimizer steps; a forward after a step gathers anyway.
         """
-        self._set(recurse, reshard_after_backward=reshard_after_backward)
+        set_unit_policy(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether resharding keeps the memory, for stable addresses as CUDA graphs need them.
@@ -220,7 +227,7 @@ class FSDPModule(CommunicationControls):
         Modules still show sharded parameters, and the next use gathers again, into the same memory.
         ``keep=False`` frees the memory; moving or casting the module frees it once.
         """
-        for unit in self._units(recurse):
+        for unit in chosen_units(self, recurse):
             engine_of(unit).keep_memory(unit, keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -229,7 +236,7 @@ class FSDPModule(CommunicationControls):
         False promises that no backward reads the unit's parameters, as for an embedding, and saves
         the gather; a backward that does read them crashes the process.
         """
-        self._set(False, unshard_in_backward=unshard_in_backward)
+        set_unit_policy(self, False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather the units of ``modules``, in this order, when this module's forward begins.
@@ -239,7 +246,9 @@ class FSDPModule(CommunicationControls):
         Raises:
             ConfigError: if a module is not sharded, or not part of the same sharded model.
         """
-        self._set(False, forward_prefetch=self._keys_of(modules, "set_modules_to_forward_prefetch"))
+        set_unit_policy(
+            self, False, forward_prefetch=_keys_of(self, modules, "set_modules_to_forward_prefetch")
+        )
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather the units of ``modules``, in this order, when this module's backward begins.
@@ -249,26 +258,8 @@ class FSDPModule(CommunicationControls):
         Raises:
             ConfigError: if a module is not sharded, or not part of the same sharded model.
         """
-        keys = self._keys_of(modules, "set_modules_to_backward_prefetch")
-        self._set(False, backward_prefetch=keys)
-
-    def _keys_of(self, modules: Sequence[FSDPModule], what: str) -> tuple[int, ...]:
-        engine = unit_and_engine(self)[1]
-        units = []
-        for module in modules:
-            unit = unit_of(module) if isinstance(module, nn.Module) else None
-            if unit is None:
-                raise ConfigError(
-                    f"{what}: got {type(module).__name__}, expected modules that were given to "
-                    "fully_shard"
-                )
-            if unit.engine is not engine:
-                raise ConfigError(
-                    f"{what}: {type(module).__name__} ({unit.name or 'a root'}) is not part of the "
-                    "same sharded model; call this after fully_shard on the root"
-                )
-            units.append(unit)
-        return tuple(unit.key for unit in units)
+        keys = _keys_of(self, modules, "set_modules_to_backward_prefetch")
+        set_unit_policy(self, False, backward_prefetch=keys)
 
     def extra_repr(self) -> str:
         """Return what ``print`` adds for this module: the unit, its layout and its bytes."""
@@ -278,7 +269,7 @@ class FSDPModule(CommunicationControls):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the end of a backward also ends the reductions, for the whole tree."""
-        self._set_machine(is_last_backward=is_last_backward)
+        set_machine_policy(self, is_last_backward=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether ``finalize_backward`` ends backwards, whatever ``set_is_last_backward`` set.
@@ -301,7 +292,7 @@ class FSDPModule(CommunicationControls):
                 "finalize_backward() and wait() of its handle, by a backward with "
                 "set_is_last_backward(True), or by reset_iter_state()"
             )
-        self._set_machine(manual_finalization=enabled)
+        set_machine_policy(self, manual_finalization=enabled)
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
@@ -346,7 +337,7 @@ class FSDPModule(CommunicationControls):
             ConfigError: if ``nbytes`` is not a number of bytes, or with ``recurse=False``.
         """
         _check_budget("set_prefetch_budget", nbytes, recurse)
-        self._set_machine(prefetch_budget=nbytes)
+        set_machine_policy(self, prefetch_budget=nbytes)
 
     def set_reduction_budget(self, nbytes: int | None, *, recurse: bool = True) -> None:
         """Reduce several units at a time while reductions hold at most ``nbytes``.
@@ -361,7 +352,7 @@ class FSDPModule(CommunicationControls):
             ConfigError: if ``nbytes`` is not a number of bytes, or with ``recurse=False``.
         """
         _check_budget("set_reduction_budget", nbytes, recurse)
-        self._set_machine(reduction_budget=nbytes)
+        set_machine_policy(self, reduction_budget=nbytes)
 
     def waited_s(self) -> float:
         """Return the seconds that this rank's computation waited for communication, in all units.
@@ -384,9 +375,7 @@ class FSDPModule(CommunicationControls):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing, as gathers are always asynchronous; callers of PyTorch's method need this."""
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load as any module does, from DTensors with the placements of the parameters.
 
         A RaggedTensor also copies its part of a full plain tensor, unless ``assign`` is True.
@@ -394,8 +383,28 @@ class FSDPModule(CommunicationControls):
         Raises:
             ConfigError: if other sharded parameters get plain tensors; nothing was changed.
         """
-        check_full_tensors(self, state_dict, assign=assign)
-        return super().load_state_dict(state_dict, strict, assign)
+        assign = args[1] if len(args) > 1 else kwargs.get("assign", False)
+        check_full_tensors(self, state_dict, assign=bool(assign))
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+
+def _keys_of(own: nn.Module, modules: Sequence[FSDPModule], what: str) -> tuple[int, ...]:
+    engine = unit_and_engine(own)[1]
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ConfigError(
+                f"{what}: got {type(module).__name__}, expected modules that were given to "
+                "fully_shard"
+            )
+        if unit.engine is not engine:
+            raise ConfigError(
+                f"{what}: {type(module).__name__} ({unit.name or 'a root'}) is not part of the "
+                "same sharded model; call this after fully_shard on the root"
+            )
+        units.append(unit)
+    return tuple(unit.key for unit in units)
 
 
 def check_ends_by_itself(unit: Unit) -> None:

@@ -306,8 +306,8 @@ class Places:
         self.note_ties(unit)
         shown = [bucket.materialized for bucket in unit.buckets]
         for own, name, bucket, number, place in self._slots:
-            whole = shown[bucket].params[number]
-            if own.get(name) is not whole or not shown[bucket].owns(whole):
+            unsharded = shown[bucket].params[number]
+            if own.get(name) is not unsharded or not shown[bucket].owns(unsharded):
                 raise ConfigError(
                     f"parameter {place.name} of {type(place.module).__name__} in unit "
                     f"{unit.shown_name} was replaced, moved or cast while it was unsharded; "
@@ -372,8 +372,10 @@ def _ties(changed: Mapping[int, nn.Parameter | None], buckets: Sequence[Bucket])
     resharded, and sharded ones while it is unsharded.
     """
     sharded = [bucket.sharded_params for bucket in buckets]
-    whole = [None if bucket.unsharded is None else bucket.materialized.params for bucket in buckets]
-    ours = {id(param): at for params in (sharded, whole) for param, at in _numbered(params)}
+    unsharded = [
+        None if bucket.unsharded is None else bucket.materialized.params for bucket in buckets
+    ]
+    ours = {id(param): at for params in (sharded, unsharded) for param, at in _numbered(params)}
     return {index: ours[id(now)] for index, now in changed.items() if id(now) in ours}
 
 

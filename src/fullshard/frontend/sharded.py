@@ -104,13 +104,14 @@ class ShardedModule(_Module):
         with _showing_again(self):
             return super().load_state_dict(*args, **kwargs)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:
         """Apply ``fn`` to the shards; ``to``, ``cuda``, ``float``, ``to_empty`` etc. call this.
 
         A call on a module around several members of a unit reaches one member after the other.
         While only a part of a unit has been moved, its shards stay as they are. The next forward
         refuses the unit if its parameters still differ in device or dtype.
         """
+        recurse = args[0] if args else kwargs.get("recurse", True)
         units = members_below([self])
         for unit in units:
             engine = engine_of(unit)
@@ -121,26 +122,26 @@ class ShardedModule(_Module):
         with ExitStack() as stack:
             for bucket in (bucket for unit in units for bucket in unit.buckets):
                 stack.enter_context(bucket.keeping_grad_dtypes())
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
             for unit, num_members in units.items():
                 is_whole = recurse and num_members == unit.num_members
                 engine_of(unit).moved(unit, partly=not is_whole)
                 engine_of(unit).weights_changed()
         return self
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients as any module does; also those of shards behind unsharded parameters.
 
         Modules show unsharded parameters between forward and backward, so also after a failed
         backward.
         """
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
         unsharded = [unit for unit in units_below([self]) if not places_of(unit).shows_sharded]
         if unsharded:
             with ExitStack() as stack:
                 for unit in unsharded:
                     stack.enter_context(places_of(unit).showing_sharded(unit.buckets))
-                super().zero_grad(set_to_none)
+                super().zero_grad(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a sharded copy with new shards and units, for example for a moving average."""
@@ -178,7 +179,7 @@ class ShardedModule(_Module):
         if not isinstance(tolerant, bool):
             raise ArgumentTypeError(f"{what}: expected a bool")
         engine.check_idle(what)
-        if tolerant and root in self._units(recurse):
+        if tolerant and root in chosen_units(self, recurse):
             raise ConfigError(
                 f"{what} on unit {root.shown_name}, which is inside of no other unit: ranks "
                 "may skip parts of a model, not all of it. Call it on units inside, after "
@@ -189,7 +190,7 @@ class ShardedModule(_Module):
         engine.end_reductions()
         engine.weights_changed()
         engine.reshard_all()
-        self._set(recurse, skip_tolerant=tolerant)
+        set_unit_policy(self, recurse, skip_tolerant=tolerant)
 
     def set_gradient_check(self, enabled: bool) -> None:
         """Set whether gradients are checked before they are reduced, also of units inside.
@@ -198,7 +199,7 @@ class ShardedModule(_Module):
         gradients of this rank in each backward, and the host waits for the device. No PyTorch
         counterpart.
         """
-        for bucket in self._buckets(recurse=True):
+        for bucket in chosen_buckets(self, recurse=True):
             if isinstance(bucket.reduce_policy.inspect, Suspects) != enabled:
                 bucket.change_reduction(inspect=Suspects() if enabled else None)
 
@@ -209,10 +210,10 @@ class ShardedModule(_Module):
         """
         found = [
             f"{name} (unit {held.unit.shown_name})"
-            for name, _, held in named_sharded(self, self._units(recurse=True))
+            for name, _, held in named_sharded(self, chosen_units(self, recurse=True))
             if held is not None and held.bucket.names[held.number] in _suspects(held.bucket)
         ]
-        for bucket in self._buckets(recurse=True):
+        for bucket in chosen_buckets(self, recurse=True):
             _suspects(bucket).clear()
         return found
 
@@ -234,7 +235,7 @@ class ShardedModule(_Module):
         The sending rank then decodes its encoded data and compares it with the values; nothing else
         is sent. No PyTorch counterpart.
         """
-        for bucket in self._buckets(recurse=True):
+        for bucket in chosen_buckets(self, recurse=True):
             bucket.spec.wire_check.enabled = enabled
 
     def wire_errors(self) -> WireErrors:
@@ -242,27 +243,37 @@ class ShardedModule(_Module):
 
         Call this between steps; the host waits for the device.
         """
-        for engine in dict.fromkeys(map(engine_of, self._units(recurse=True))):
+        for engine in dict.fromkeys(map(engine_of, chosen_units(self, recurse=True))):
             engine.end_reductions()
-        checks = [bucket.spec.wire_check for bucket in self._buckets(recurse=True)]
+        checks = [bucket.spec.wire_check for bucket in chosen_buckets(self, recurse=True)]
         found = ([p for one in checks for p in one.take(what)] for what in WireErrors._fields)
         return WireErrors(*map(relative_error, found))
 
-    def _units(self, recurse: bool) -> list[Unit]:
-        return units_below([self]) if recurse else [unit_and_engine(self)[0]]
 
-    def _buckets(self, recurse: bool) -> list[Bucket]:
-        return [bucket for unit in self._units(recurse) for bucket in unit.buckets]
+# Functions, not methods: a user's module may have attributes of any name.
 
-    def _set_machine(self, **changes: Any) -> None:
-        """Change the policy of the whole tree."""
-        engine = unit_and_engine(self)[1]
-        engine.trigger(when.SetMachinePolicy(replace(engine.scheduler.policy, **changes)))
 
-    def _set(self, recurse: bool, **changes: Any) -> None:
-        for unit in self._units(recurse):
-            engine = engine_of(unit)
-            engine.set_policy(unit, replace(engine.policy_of(unit), **changes))
+def chosen_units(module: nn.Module, recurse: bool) -> list[Unit]:
+    """Return the unit of ``module``; with ``recurse`` also all units inside."""
+    return units_below([module]) if recurse else [unit_and_engine(module)[0]]
+
+
+def chosen_buckets(module: nn.Module, recurse: bool) -> list[Bucket]:
+    """Return the buckets of ``chosen_units``."""
+    return [bucket for unit in chosen_units(module, recurse) for bucket in unit.buckets]
+
+
+def set_machine_policy(module: nn.Module, **changes: Any) -> None:
+    """Change the policy of the whole tree."""
+    engine = unit_and_engine(module)[1]
+    engine.trigger(when.SetMachinePolicy(replace(engine.scheduler.policy, **changes)))
+
+
+def set_unit_policy(module: nn.Module, recurse: bool, **changes: Any) -> None:
+    """Change the policy of ``chosen_units``."""
+    for unit in chosen_units(module, recurse):
+        engine = engine_of(unit)
+        engine.set_policy(unit, replace(engine.policy_of(unit), **changes))
 
 
 def unit_and_engine(module: Any) -> tuple[Unit, Engine]:
@@ -333,6 +344,8 @@ class Suspects:
     def __call__(self, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Look at this rank's ``grads``; the host waits for the device."""
         for name, grad in zip(names, grads, strict=True):
+            if grad is not None and grad.is_sparse:
+                grad = grad.coalesce().values()
             if grad is not None and not bool(grad.isfinite().all()):
                 self.found.add(name)
 

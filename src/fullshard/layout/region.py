@@ -151,7 +151,7 @@ class Region:
     def interval_in(self, shape: Sequence[int]) -> Interval | None:
         """Return the region as an interval of a tensor of ``shape``; None if it has gaps."""
         inner = math.prod(shape[1:])
-        if self.dims[1:] != whole(shape).dims[1:] or (shape and len(self.dims[0]) > 1):
+        if self.dims[1:] != full_region(shape).dims[1:] or (shape and len(self.dims[0]) > 1):
             return None
         before = self.dims[0][0].start * inner if shape else 0
         return Interval(before + self.start, self.numel)
@@ -160,7 +160,7 @@ class Region:
         """Yield boxes of the tensor, one interval for each dim, that together cover the region."""
         for brick in self._bricks():
             yield tuple(
-                Interval(runs[0].whole, runs[-1].whole + runs[-1].length - runs[0].whole)
+                Interval(runs[0].full, runs[-1].full + runs[-1].length - runs[0].full)
                 for runs in brick.runs
             )
 
@@ -198,7 +198,7 @@ class Region:
             offset += box.numel
 
 
-def whole(shape: Sequence[int]) -> Region:
+def full_region(shape: Sequence[int]) -> Region:
     """Return the region of all elements of a tensor."""
     return Region(tuple((Interval(0, size),) for size in shape), 0, math.prod(shape))
 
@@ -213,7 +213,7 @@ class _Run(NamedTuple):
     """Neighboring indices of one dim, in a box and in the tensor."""
 
     own: int
-    whole: int
+    full: int
     length: int
 
 
@@ -256,8 +256,8 @@ def _runs(intervals: Intervals, start: int, length: int) -> list[_Run]:
 def _common(ours: list[_Run], theirs: list[_Run]) -> list[_CommonRun]:
     found = []
     for a, b in itertools.product(ours, theirs):
-        first = max(a.whole, b.whole)
-        stop = min(a.whole + a.length, b.whole + b.length)
+        first = max(a.full, b.full)
+        stop = min(a.full + a.length, b.full + b.length)
         if first < stop:
-            found.append(_CommonRun(a.own + first - a.whole, b.own + first - b.whole, stop - first))
+            found.append(_CommonRun(a.own + first - a.full, b.own + first - b.full, stop - first))
     return found

@@ -42,6 +42,14 @@ class KeptOptions:
             for tensor, before in self._tensors:
                 tensor.copy_(before)
 
+    def changes(self) -> list[dict[str, Any]]:
+        """Return the options of each group that are other objects than before."""
+        pairs = zip(self._groups, self._options, strict=True)
+        return [
+            {key: v for key, v in options_of(group).items() if options.get(key, _MISSING) is not v}
+            for group, options in pairs
+        ]
+
     def has_changed(self) -> bool:
         """Return whether any option is another than before."""
         return [options_of(group) for group in self._groups] != self._options or not all(

@@ -67,11 +67,13 @@ class Values:
             if not follows:
                 raise Unknown(f"{op} asks for values") from error
             found = self._on_values(op, args, kwargs)
-            if not isinstance(found, (Tensor, tuple, list)):
-                return found  # a number
+            is_for_cpu = kwargs.get("device") is not None and not _is_on_meta(kwargs)
+            if is_for_cpu or not isinstance(found, (Tensor, tuple, list)):
+                return found  # values on the CPU, or a number
             out = tree_map(_like_on_meta, found)
         else:
-            made = tensors_in(out) if follows and not isinstance(out, (bool, int, float)) else []
+            follows = follows and not isinstance(out, (bool, int, float))
+            made = [one for one in tensors_in(out) if one.is_meta] if follows else []
             if not made or any(one.numel() > _MOST_NUMEL for one in made):
                 return out
             found = self._on_values(op, args, kwargs)
@@ -205,4 +207,4 @@ def _like_on_meta(one: Any) -> Any:
 
 def _asks_for_values(op: Any, error: Exception) -> bool:
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    return not depends.isdisjoint(op.tags) or "meta tensors" in str(error).lower()
+    return not depends.isdisjoint(op.tags) or "meta tensor" in str(error).lower()

@@ -152,11 +152,11 @@ class Membership:
                 return members
             awaited = missing()
             gone = [one for one in awaited if self._liveness.is_dead(one)]
-            lost.update((one, why.why) for one, why in self._liveness.absences(gone).items())
+            lost.update((one, why.why) for one, why in self._liveness.no_reports(gone).items())
             now_s = time.monotonic()
             if now_s - looked_s > _LOOK_S:
                 looked_s = now_s
-                found = self._liveness.absences([one for one in awaited if one not in lost])
+                found = self._liveness.no_reports([one for one in awaited if one not in lost])
                 lost.update((one, why.why) for one, why in found.items() if why.is_final)
             if now_s - warned_s > _WARN_S:
                 warned_s = now_s

@@ -26,6 +26,7 @@ from fullshard.tensors.form import (
     placed_pieces_of,
     shown_like,
 )
+from fullshard.tensors.full import on_larger_mesh, plainly_sharded, taken_by
 from fullshard.tensors.parallel import (
     ParallelSpec,
     ShardPlace,
@@ -40,4 +41,3 @@ from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
 from fullshard.tensors.tree import find_tensors, map_tensors
 from fullshard.tensors.uses import MIXED, explain_uses, explanations
-from fullshard.tensors.whole import on_larger_mesh, plainly_sharded, taken_by

@@ -42,30 +42,36 @@ aten = torch.ops.aten
 def _copy(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Copy this rank's part of a full tensor, plain or replicated."""
     source = args[1]
+    if is_partial(target):
+        return _dtensor.default_dtensor_op(op, args, kwargs)
     if isinstance(source, DTensor):
-        if is_partial(target) or not all(one.is_replicate() for one in source.placements):
+        if not all(one.is_replicate() for one in source.placements):
             return _dtensor.default_dtensor_op(op, args, kwargs)
         source = _dtensor.local_of(source)
     return keep_own_part(op, source.expand(target.shape), target)
 
 
 def _fill_with(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    if is_partial(target):
+        return _dtensor.default_dtensor_op(op, args, kwargs)
     op(_dtensor.local_of(target), gathered(args[1]))
     return target
 
 
-def _on_whole(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _on_full(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Change the gathered tensor and keep this rank's part."""
-    whole, *others = tree_map(gathered, args)
-    op(whole, *others, **tree_map(gathered, kwargs))
-    return keep_own_part(op, whole, target)
+    if is_partial(target):
+        return _dtensor.default_dtensor_op(op, args, kwargs)
+    full, *others = tree_map(gathered, args)
+    op(full, *others, **tree_map(gathered, kwargs))
+    return keep_own_part(op, full, target)
 
 
 def _compute(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Overwrite ``out`` with a result that every rank can compute in full."""
-    whole = torch.empty(target.shape, dtype=target.dtype, device=_dtensor.local_of(target).device)
-    op(*args, **{**kwargs, "out": whole})
-    return keep_own_part(op, whole, target)
+    full = torch.empty(target.shape, dtype=target.dtype, device=_dtensor.local_of(target).device)
+    op(*args, **{**kwargs, "out": full})
+    return keep_own_part(op, full, target)
 
 
 def _transpose(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -75,9 +81,9 @@ def _transpose(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str
 WRITE_HANDLERS = {
     aten.copy_.default: _copy,
     aten.fill_.Tensor: _fill_with,
-    aten.index_put_.default: _on_whole,
-    aten.index_fill_.int_Scalar: _on_whole,
-    aten.index_fill_.int_Tensor: _on_whole,
+    aten.index_put_.default: _on_full,
+    aten.index_fill_.int_Scalar: _on_full,
+    aten.index_fill_.int_Tensor: _on_full,
     aten.eye.m_out: _compute,
     aten.eye.out: _compute,
     aten.t_.default: _transpose,
@@ -89,12 +95,12 @@ class _Origin(NamedTuple):
 
     Attributes:
         parts: the sharded DTensor.
-        whole: the full tensor, as it was when the view was made or last written to. Views use
-            the memory of ``whole``.
+        full: the full tensor, as it was when the view was made or last written to. Views use
+            the memory of ``full``.
     """
 
     parts: DTensor
-    whole: Tensor
+    full: Tensor
 
 
 class GatheredView(_dtensor.OwnDispatch):
@@ -138,7 +144,7 @@ def _view_of(origin: _Origin, value: Any, op: Any) -> Any:
     """Return ``value``, as a GatheredView if it is a DTensor in the memory of ``origin``."""
     if not isinstance(value, DTensor):
         return value
-    local, memory = _dtensor.local_of(value), origin.whole
+    local, memory = _dtensor.local_of(value), origin.full
     if not _is_around(memory, value):
         return value
     if local.dtype != memory.dtype:
@@ -218,22 +224,22 @@ def _viewed(dims_of: Callable[..., tuple[int, ...]]) -> Any:
             if all(_is_around(_dtensor.local_of(target), one) for one in tree_leaves(views)):
                 return views
             # PyTorch gathers tensors with fewer rows than there are ranks, whatever the dim is.
-        origin = _Origin(target, _whole_of(target))
-        found = op(replicated(origin.whole, target.device_mesh), *args[1:], **kwargs)
+        origin = _Origin(target, _full_of(target))
+        found = op(replicated(origin.full, target.device_mesh), *args[1:], **kwargs)
         return tree_map(lambda value: _view_of(origin, value, op), found)
 
     return view
 
 
-def _whole_of(tensor: DTensor) -> Tensor:
+def _full_of(tensor: DTensor) -> Tensor:
     """Gather ``tensor`` and keep its strides, on which the order of random numbers depends."""
-    whole: Tensor = gathered(tensor)
-    if whole.stride() == tensor.stride():
-        return whole
+    full: Tensor = gathered(tensor)
+    if full.stride() == tensor.stride():
+        return full
     strided = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=whole.dtype, device=whole.device
+        tensor.shape, tensor.stride(), dtype=full.dtype, device=full.device
     )
-    return strided.copy_(whole)
+    return strided.copy_(full)
 
 
 def _is_computed(tensor: DTensor) -> bool:

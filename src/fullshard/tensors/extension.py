@@ -194,15 +194,15 @@ def post_all_gather(
         return out, ()
     answer = hook(outputs, metadata, dtype)
     try:
-        whole, to_free = answer
+        full, to_free = answer
     except (TypeError, ValueError):
-        whole, to_free = None, ()
-    if not isinstance(whole, Tensor):
+        full, to_free = None, ()
+    if not isinstance(full, Tensor):
         raise ExtensionError(
-            f"parameter {name}: {_POST} returned {_kind(answer)}, expected the whole tensor and a "
+            f"parameter {name}: {_POST} returned {_kind(answer)}, expected the full tensor and a "
             "tuple of tensors to free with it"
         )
-    return whole, (to_free,) if isinstance(to_free, Tensor) else tuple(to_free)
+    return full, (to_free,) if isinstance(to_free, Tensor) else tuple(to_free)
 
 
 def _bound_to(hook: Any, old: Tensor, new: Tensor) -> Any:

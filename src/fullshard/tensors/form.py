@@ -116,8 +116,8 @@ class Face:
     def introduce(self, index: int, shown: Tensor) -> None:
         """Announce the place of ``shown``, perhaps a new object; a DTensor carries its place."""
         if self.is_plain:
-            place, whole = self.places[index], self.shapes[index]
-            announce_pieces(shown, [PlacedPiece(place, 0, shown.numel(), whole)])
+            place, full_shape = self.places[index], self.shapes[index]
+            announce_pieces(shown, [PlacedPiece(place, 0, shown.numel(), full_shape)])
 
     def all_show(self, shown: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
         """Return whether each of ``shown`` still shows its local tensor."""
@@ -130,9 +130,9 @@ class Face:
 
         If nothing is cut, the DTensor has the shape of the parameter.
         """
-        whole = self.shapes[index]
-        is_whole = local.shape != whole and local.numel() == whole.numel()
-        local = local.view(whole) if is_whole and self.cls is DTensor else local
+        full_shape = self.shapes[index]
+        is_full = local.shape != full_shape and local.numel() == full_shape.numel()
+        local = local.view(full_shape) if is_full and self.cls is DTensor else local
         return replace(self, shown=Shown.DTENSORS).wrap(index, local)
 
     def __str__(self) -> str:
@@ -164,14 +164,14 @@ class PlacedPiece(NamedTuple):
         place: the mesh and placements of the elements.
         start: index of the first element, in 1-D.
         numel: number of elements.
-        whole: full shape of the parameter that has these elements; None in a flat parameter, which
+        full_shape: shape of the parameter that has these elements; None in a flat parameter, which
             has elements of several.
     """
 
     place: ShardPlace
     start: int
     numel: int
-    whole: torch.Size | None = None
+    full_shape: torch.Size | None = None
 
 
 _pieces: MutableMapping[Tensor, tuple[PlacedPiece, ...]] = WeakIdKeyDictionary()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fullshard._torch import dtensor as _dtensor
 from fullshard.comm import all_reduce
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.layout.region import Interval, Intervals, Region, cut, whole
+from fullshard.layout.region import Interval, Intervals, Region, cut, full_region
 from fullshard.tensors.ragged_shard import RaggedShard
 
 
@@ -56,19 +56,19 @@ def chunk_of(size: int, num_chunks: int, index: int) -> Interval:
 
 
 def own_part(
-    whole: Tensor,
+    full: Tensor,
     placements: Sequence[Placement],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> Tensor:
-    """Return the part of ``whole`` at ``coordinate``, see ``region_of``.
+    """Return the part of ``full`` at ``coordinate``, see ``region_of``.
 
     Returns:
-        A view of ``whole``, or a copy if the part has gaps; parts may be uneven or empty. An
+        A view of ``full``, or a copy if the part has gaps; parts may be uneven or empty. An
         interval, of ``RaggedShard``, is 1-D.
     """
-    region = region_of(whole.shape, placements, mesh_shape, coordinate)
-    part = whole
+    region = region_of(full.shape, placements, mesh_shape, coordinate)
+    part = full
     for dim, intervals in enumerate(region.dims):
         pieces = [part.narrow(dim, *one) for one in intervals]
         part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -109,7 +109,7 @@ def _region_of(
     coordinate: tuple[int, ...],
 ) -> Region:
     order = _order_of_cuts(placements, mesh_shape)
-    dims = list(whole(shape).dims)
+    dims = list(full_region(shape).dims)
     for mesh_dim in range(len(placements)) if order is None else order:
         placement = placements[mesh_dim]
         if isinstance(placement, _CUTS):
@@ -143,7 +143,7 @@ def coordinates_near(
             *(range(size) if _is_cut(one) else (own,) for one, size, own in sizes)
         )
         return
-    yield from _walk(list(order), list(whole(shape).dims), box, placements, mesh_shape, fixed)
+    yield from _walk(list(order), list(full_region(shape).dims), box, placements, mesh_shape, fixed)
 
 
 def _walk(
@@ -258,8 +258,8 @@ class Sharding(NamedTuple):
         sent = torch.stack([torch.where(values.isnan(), 0, values), is_nan])
         for group in self.groups:
             all_reduce(sent, group, is_max=True)
-        whole = sent[0]
-        return whole.masked_fill(sent[1] > 0, math.nan) if whole.is_floating_point() else whole
+        full = sent[0]
+        return full.masked_fill(sent[1] > 0, math.nan) if full.is_floating_point() else full
 
 
 def sharding_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Sharding:
@@ -314,11 +314,11 @@ class _OtherCut(UnsupportedError, ConfigError):
     """The error for a local tensor that is cut in another way than its placements say."""
 
 
-def part_like(whole: Tensor, like: DTensor, op: object = "load") -> Tensor:
-    """Return this rank's part of ``whole``, cut by the placements of ``like``; no communication.
+def part_like(full: Tensor, like: DTensor, op: object = "load") -> Tensor:
+    """Return this rank's part of ``full``, cut by the placements of ``like``; no communication.
 
     Args:
-        whole: a plain tensor of the global shape of ``like``.
+        full: a plain tensor of the global shape of ``like``.
         like: a DTensor without Partial placements, ragged or not.
         op: the operation, for the error message.
 
@@ -327,7 +327,7 @@ def part_like(whole: Tensor, like: DTensor, op: object = "load") -> Tensor:
             part (both).
     """
     mesh, placements = like.device_mesh, like.placements
-    part = own_part(whole, placements, mesh.shape, coordinate_in(mesh))
+    part = own_part(full, placements, mesh.shape, coordinate_in(mesh))
     held = _dtensor.local_of(like).shape
     if part.shape != held:
         raise _OtherCut(
@@ -338,16 +338,16 @@ def part_like(whole: Tensor, like: DTensor, op: object = "load") -> Tensor:
     return part
 
 
-def keep_own_part(op: Any, whole: Tensor, target: DTensor) -> DTensor:
-    """Write this rank's part of ``whole`` into ``target``, and return ``target``."""
-    _dtensor.local_of(target).copy_(part_like(whole, target, op))
+def keep_own_part(op: Any, full: Tensor, target: DTensor) -> DTensor:
+    """Write this rank's part of ``full`` into ``target``, and return ``target``."""
+    _dtensor.local_of(target).copy_(part_like(full, target, op))
     return target
 
 
-def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a replicated DTensor around ``whole``, which is the same on all ranks."""
-    placements, stride = (Replicate(),) * mesh.ndim, whole.stride()
+def replicated(full: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a replicated DTensor around ``full``, which is the same on all ranks."""
+    placements, stride = (Replicate(),) * mesh.ndim, full.stride()
     spec = _dtensor.dtensor_spec(
-        mesh, placements, shape=whole.shape, dtype=whole.dtype, stride=stride
+        mesh, placements, shape=full.shape, dtype=full.dtype, stride=stride
     )
-    return _dtensor.dtensor_from_spec(whole, spec, requires_grad=False, cls=DTensor)
+    return _dtensor.dtensor_from_spec(full, spec, requires_grad=False, cls=DTensor)

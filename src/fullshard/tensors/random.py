@@ -46,9 +46,9 @@ def _fill(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any
         return _dtensor.default_dtensor_op(op, args, kwargs)
     device = _dtensor.local_of(target).device
     # The order in which numbers are drawn depends on strides.
-    whole = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=device)
-    op(whole, *map(gathered, args[1:]), **kwargs)
-    return keep_own_part(op, whole, target)
+    full = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=device)
+    op(full, *map(gathered, args[1:]), **kwargs)
+    return keep_own_part(op, full, target)
 
 
 def _draw_like(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -56,15 +56,15 @@ def _draw_like(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str
         return _dtensor.default_dtensor_op(op, args, kwargs)
     like = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="meta")
     device = kwargs.get("device") or _dtensor.local_of(target).device
-    whole = op(like, *args[1:], **{**kwargs, "device": device})
-    return _dtensor.dtensor_like(target, part_like(whole, target, op).clone())
+    full = op(like, *args[1:], **{**kwargs, "device": device})
+    return _dtensor.dtensor_like(target, part_like(full, target, op).clone())
 
 
 def _draw_from(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    whole = op(gathered(target), *args[1:], **kwargs)
-    if whole.shape != target.shape or is_partial(target):
-        return replicated(whole, target.device_mesh)
-    return _dtensor.dtensor_like(target, part_like(whole, target, op).clone())
+    full = op(gathered(target), *args[1:], **kwargs)
+    if full.shape != target.shape or is_partial(target):
+        return replicated(full, target.device_mesh)
+    return _dtensor.dtensor_like(target, part_like(full, target, op).clone())
 
 
 def _ask(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

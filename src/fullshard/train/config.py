@@ -18,6 +18,9 @@ from fullshard.errors import ConfigError
 from fullshard.train.files import appear
 from fullshard.train.published import PUBLISHED
 
+LOCK = "fullshard.lock"
+"""Name of the file in the folder of a run that its job locks."""
+
 
 class Dtype(enum.StrEnum):
     """The dtype of forward and backward; parameters and AdamW state are always fp32."""

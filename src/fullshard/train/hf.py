@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def load_hf(path: str) -> HfArchitecture:
     Raises:
         ConfigError: no file at ``path``, no transformers installed, or no language model for it.
     """
-    if not Path(path).exists():
+    if not os.path.exists(path):
         raise ConfigError(f"--model hf:{path}: there is no such file or folder")
     auto_config = _auto_config(f"hf:{path}")
     try:

@@ -80,7 +80,7 @@ def train(
     run = RunDir(Path(config.out))
     with showing_progress(enabled=world.is_first):
         trainer = Trainer(config, text, world, life)
-        if not config.resume:
+        if not config.resume or config.memory_every is None:
             trainer.saves.forget()
         first = trainer.resume(run)
     with (

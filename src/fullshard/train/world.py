@@ -24,6 +24,9 @@ STORE = "FULLSHARD_STORE"
 """Environment variable with the store for workers of our launcher: a file, or ``TCP`` and the port
 of a store on loopback."""
 
+JOINED = "fullshard/joined"
+"""Key in that store once a worker is in the process group, so that all workers have met."""
+
 LAUNCHER = "FULLSHARD_LAUNCHER"
 """Environment variable with the process id of our launcher."""
 
@@ -174,7 +177,7 @@ def join_world() -> Iterator[World]:
     Raises:
         ConfigError: this machine has GPUs, but fewer than local workers.
     """
-    place, kept = meeting_place()
+    place, kept = launcher_rendezvous()
     if torch.cuda.is_available():
         check_gpus(num_local_workers())
         device = torch.device("cuda", local_rank())
@@ -183,12 +186,13 @@ def join_world() -> Iterator[World]:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", **place)
+    place["store"].set(JOINED, "")
     yield World(dist.get_rank(), dist.get_world_size(), device, kept)
     # Only on success: destroying a process group in which other workers still wait can hang.
     dist.destroy_process_group()
 
 
-def meeting_place() -> tuple[dict[str, Any], dist.Store | None]:
+def launcher_rendezvous() -> tuple[dict[str, Any], dist.Store | None]:
     """Return arguments of ``init_process_group``, and the store that torchrun keeps over restarts.
 
     The store is None with our launcher.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fullshard.comm.ledger import BETWEEN_STEPS
-from fullshard.comm.liveness import Absence
+from fullshard.comm.liveness import NoReport
 from fullshard.comm.text import named_ranks
 from fullshard.watch.status import GroupStatus, Issued, StatusReport
 
@@ -76,7 +76,7 @@ class _Wait(NamedTuple):
 
 
 def diagnose(
-    reports: Mapping[int, StatusReport], absent: Mapping[int, Absence], *, patience_s: float
+    reports: Mapping[int, StatusReport], absent: Mapping[int, NoReport], *, patience_s: float
 ) -> Diagnosis:
     """Return what is wrong, given status reports by rank.
 
@@ -109,10 +109,10 @@ def _waits(reports: Mapping[int, StatusReport]) -> Iterator[_Wait]:
 
 
 def _lost(
-    reports: Mapping[int, StatusReport], absent: Mapping[int, Absence], waits: Sequence[_Wait]
+    reports: Mapping[int, StatusReport], absent: Mapping[int, NoReport], waits: Sequence[_Wait]
 ) -> Diagnosis | None:
     """Find lost ranks that other ranks need."""
-    gone = {rank: absence.why for rank, absence in absent.items() if absence.is_final}
+    gone = {rank: no_report.why for rank, no_report in absent.items() if no_report.is_final}
     open_ranks = {rank for rank, report in reports.items() if report.is_open}
     needed = {rank for wait in waits for rank in wait.group.ranks}
     needed |= {r for rank in open_ranks for group in reports[rank].groups for r in group.ranks}
@@ -129,7 +129,7 @@ def _lost(
 def _is_missed(
     rank: int,
     reports: Mapping[int, StatusReport],
-    absent: Mapping[int, Absence],
+    absent: Mapping[int, NoReport],
     waits: Sequence[_Wait],
 ) -> bool:
     """Return whether other ranks have waited long enough for ``rank``, and for no other rank."""
@@ -144,7 +144,7 @@ def _is_missed(
 
 def _failed(
     reports: Mapping[int, StatusReport],
-    absent: Mapping[int, Absence],
+    absent: Mapping[int, NoReport],
     waits: Sequence[_Wait],
     patience_s: float,
 ) -> Diagnosis | None:
@@ -316,7 +316,7 @@ def _advice(issued: Iterable[Issued]) -> str:
 
 def _late(
     reports: Mapping[int, StatusReport],
-    absent: Mapping[int, Absence],
+    absent: Mapping[int, NoReport],
     waits: Sequence[_Wait],
     patience_s: float,
 ) -> Diagnosis | None:

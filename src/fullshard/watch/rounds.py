@@ -146,7 +146,7 @@ class Rounds:
         silent = [rank for rank in range(self._world) if rank not in reports]
         found = diagnose(
             {rank: StatusReport.decoded(text) for rank, text in reports.items()},
-            self.liveness.absences(silent),
+            self.liveness.no_reports(silent),
             patience_s=patience_s(),
         )
         beats = self.liveness.beats(silent)

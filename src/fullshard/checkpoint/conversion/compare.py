@@ -18,14 +18,14 @@ from fullshard.checkpoint.format import (
     read_manifest,
 )
 from fullshard.checkpoint.loading import Reader, WantedPart
-from fullshard.layout.region import whole
+from fullshard.layout.region import full_region
 from fullshard.progress import Operation
 
 
 def differences(path: AnyPlace, other: AnyPlace) -> Iterator[tuple[str, str]]:
     """Yield the names of tensors that differ between two checkpoints, and how.
 
-    Two whole tensors are in memory at a time.
+    Two full tensors are in memory at a time.
 
     Raises:
         CheckpointError: one of the checkpoints is damaged.
@@ -42,7 +42,7 @@ def differences(path: AnyPlace, other: AnyPlace) -> Iterator[tuple[str, str]]:
         if kinds[0] != kinds[1]:
             yield name, " and ".join(kinds)
             continue
-        a, b = (whole_tensor(at, its, name) for at, its in zip(paths, (one, two), strict=True))
+        a, b = (full_tensor_in(at, its, name) for at, its in zip(paths, (one, two), strict=True))
         work.add(a.nbytes + b.nbytes)
         if not torch.equal(bytes_of(a), bytes_of(b)):
             differ = (bytes_of(a).view(-1, a.itemsize) != bytes_of(b).view(-1, a.itemsize)).any(1)
@@ -51,10 +51,10 @@ def differences(path: AnyPlace, other: AnyPlace) -> Iterator[tuple[str, str]]:
             yield name, f"{int(differ.sum())} elements differ, by {apart:.3g} at most"
 
 
-def whole_tensor(path: Place, manifest: Manifest, name: str) -> Tensor:
+def full_tensor_in(path: Place, manifest: Manifest, name: str) -> Tensor:
     """Return all of a tensor, flat."""
     entry = manifest.entry(name)
-    region = whole(entry.shape)
+    region = full_region(entry.shape)
     memory = torch.empty(region.numel, dtype=dtype_of(entry.dtype))
     with Reader(in_folder(path), manifest, {name: WantedPart(region, memory)}) as reader:
         reader.read([])

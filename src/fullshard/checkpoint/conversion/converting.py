@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fullshard._version import __version__
-from fullshard.checkpoint.conversion.compare import whole_tensor
-from fullshard.checkpoint.conversion.neutral import EXTRA, WholeCheckpoint, whole_of
+from fullshard.checkpoint.conversion.compare import full_tensor_in
+from fullshard.checkpoint.conversion.neutral import EXTRA, FullCheckpoint, full_state_of
 from fullshard.checkpoint.conversion.torch_files import Leaf, is_folder, tree_of
 from fullshard.checkpoint.format import (
     CHUNK_NBYTES,
@@ -94,7 +94,7 @@ def convert(
     elif source.is_dir() and not is_folder(source):
         raise ConfigError(f"{source}: no checkpoint of fullshard or PyTorch is in this folder")
     else:
-        found = whole_of(tree_of(source), leave_out, str(source))
+        found = full_state_of(tree_of(source), leave_out, str(source))
     found.step = found.step if step is None else step
     if to == "fullshard":
         found.tie()
@@ -126,29 +126,34 @@ def _appearing(target: Path) -> Iterator[Path]:
             unfinished.unlink(missing_ok=True)
 
 
-def _of_ours(path: Path) -> WholeCheckpoint:
+def _of_ours(path: Path) -> FullCheckpoint:
     manifest = read_manifest(path)
-    found = WholeCheckpoint(step=manifest.step, extra=manifest.extra)
+    found = FullCheckpoint(step=manifest.step, extra=manifest.extra)
     for name in manifest.names():
         entry = manifest.entry(name)
         kind, _, rest = name.partition("/")
 
         def read(name: str = name, shape: tuple[int, ...] = entry.shape) -> Tensor:
-            return whole_tensor(path, manifest, name).view(shape)
+            return full_tensor_in(path, manifest, name).view(shape)
 
         leaf = Leaf(dtype_of(entry.dtype), entry.shape, None, read)
         (found.model if kind == "model" else found.optimizer)[rest] = leaf
     found.ties = manifest.values("ties")
     found.states = {name: decode(state) for name, state in manifest.values("states").items()}
+    left_out: dict[str, None] = {}
+    groups: list[Any] = []  # contents of ranks may differ, and have equal groups
     for contents in manifest.contents:
-        found.left_out += contents.values.get("left_out", [])
+        left_out |= dict.fromkeys(contents.values.get("left_out", []))
         if (stored := contents.values.get("optimizer")) is not None:
             found.single |= {name: decode(state) for name, state in stored["state"].items()}
-            found.groups = (found.groups or []) + decode(stored["param_groups"])
+            if stored["param_groups"] not in groups:
+                groups.append(stored["param_groups"])
+                found.groups = (found.groups or []) + decode(stored["param_groups"])
+    found.left_out = list(left_out)
     return found
 
 
-def _write_ours(found: WholeCheckpoint, unfinished: Path, more: Callable[[int], None]) -> None:
+def _write_ours(found: FullCheckpoint, unfinished: Path, more: Callable[[int], None]) -> None:
     leaves = found.leaves
     grid = Grid((1,), (0,))
     entries = {
@@ -193,7 +198,7 @@ def _write_ours(found: WholeCheckpoint, unfinished: Path, more: Callable[[int], 
     seal(unfinished, manifest.to_json())
 
 
-def _write_dcp(found: WholeCheckpoint, unfinished: Path, more: Callable[[int], None]) -> None:
+def _write_dcp(found: FullCheckpoint, unfinished: Path, more: Callable[[int], None]) -> None:
     import torch.distributed.checkpoint as dcp
 
     with _state_of(found, unfinished.parent, more) as state, warnings.catch_warnings():
@@ -201,7 +206,7 @@ def _write_dcp(found: WholeCheckpoint, unfinished: Path, more: Callable[[int], N
         dcp.save(state, checkpoint_id=unfinished, no_dist=True)
 
 
-def _write_file(found: WholeCheckpoint, unfinished: Path, more: Callable[[int], None]) -> None:
+def _write_file(found: FullCheckpoint, unfinished: Path, more: Callable[[int], None]) -> None:
     with _state_of(found, unfinished.parent, more) as state, unfinished.open("wb") as file:
         torch.save(state, file)
         file.flush()
@@ -210,7 +215,7 @@ def _write_file(found: WholeCheckpoint, unfinished: Path, more: Callable[[int], 
 
 @contextmanager
 def _state_of(
-    found: WholeCheckpoint, folder: Path, more: Callable[[int], None]
+    found: FullCheckpoint, folder: Path, more: Callable[[int], None]
 ) -> Iterator[dict[str, Any]]:
     """Give the dictionary that PyTorch saves; its tensors are in a temporary file in ``folder``."""
     with tempfile.TemporaryFile(dir=folder) as file:

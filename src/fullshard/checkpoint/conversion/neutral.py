@@ -26,7 +26,7 @@ EXTRA = "fullshard_extra"
 
 
 @dataclass
-class WholeCheckpoint:
+class FullCheckpoint:
     """A checkpoint in no format.
 
     Attributes:
@@ -82,7 +82,7 @@ class WholeCheckpoint:
         return model | {f"optimizer/{name}": leaf for name, leaf in self.optimizer.items()}
 
 
-def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> WholeCheckpoint:
+def full_state_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> FullCheckpoint:
     """Return what a file or folder of PyTorch holds.
 
     Args:
@@ -98,7 +98,7 @@ def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> Wh
     if unknown:
         raise ConfigError(f"{where} has no {', '.join(unknown)}; it has {', '.join([*tree][:16])}")
     tree = {key: value for key, value in tree.items() if key not in leave_out}
-    found = WholeCheckpoint()
+    found = FullCheckpoint()
     optimizers = [key for key, value in tree.items() if _is_optimizer(value)]
     if len(optimizers) > 1:
         raise UnsupportedError(
@@ -191,7 +191,7 @@ def _plain(value: Any) -> Any:
     return [*map(_plain, value)] if isinstance(value, list) else value
 
 
-def _add_optimizer(found: WholeCheckpoint, stored: Mapping[str, Any], where: str) -> None:
+def _add_optimizer(found: FullCheckpoint, stored: Mapping[str, Any], where: str) -> None:
     state, groups = stored.get("state", {}), stored.get("param_groups")
     if groups is None:
         state, groups = _unflattened(stored)

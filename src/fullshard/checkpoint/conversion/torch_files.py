@@ -201,14 +201,14 @@ class _Folder:
         return _leaves(self._load(name, None))
 
     def _read(self, name: str, stored: _Stored) -> Tensor:
-        whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        full = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         for offsets, sizes in stored.chunks:
             part = self._load(name, offsets)
             if not isinstance(part, Tensor) or (part.shape, part.dtype) != (sizes, stored.dtype):
                 raise CheckpointError(f"{self._path}: {name} is not what {METADATA} says")
             place = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-            whole[place].copy_(part)
-        return whole
+            full[place].copy_(part)
+        return full
 
     def _load(self, name: str, offset: tuple[int, ...] | None) -> Any:
         place = self._places.get((name, offset)) or self._places.get((name, offset or ()))

@@ -72,11 +72,6 @@ def refuse_name(path: Place) -> None:
         )
 
 
-def exists(path: Path) -> bool:
-    """Return whether there is something at ``path``."""
-    return path.exists()
-
-
 def seal(unfinished: Path, manifest: bytes) -> None:
     """Write the manifest next to the flushed data files; ``publish`` then gives the name."""
     write_flushed(unfinished / MANIFEST, manifest)
@@ -151,11 +146,11 @@ def _put_aside(path: Path, *, removes: bool) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint if it is there, or log why not.
+    """Remove a checkpoint if it is there, or log why not; a link to one stays.
 
     If this is interrupted, the files that remain count as an unfinished checkpoint.
     """
-    if not os.path.lexists(path):
+    if not os.path.lexists(path) or os.path.islink(path):
         return
     try:
         # A name of its own: NFS may keep files of an earlier one that somebody still reads.

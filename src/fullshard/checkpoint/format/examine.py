@@ -48,7 +48,7 @@ class TensorInfo(NamedTuple):
 
     Attributes:
         dtype: such as "float32".
-        shape: of the whole tensor.
+        shape: of the full tensor.
         mesh: shape of the mesh that held it.
         placements: one for each dim of the mesh; None: whole on every rank.
     """
@@ -321,14 +321,14 @@ class Numbered(NamedTuple):
 
 
 def numbered_names(root: Place) -> dict[str, int]:
-    """Return the names of the folders ``step-...`` in ``root``, and the numbers in them."""
+    """Return the names of the folders ``step-...`` in ``root``, and the numbers in them.
+
+    Links to folders count, because a checkpoint may have been moved to another disk.
+    """
     found: dict[str, int] = {}
     for one in _folders(root):
         match = _NUMBERED.fullmatch(one.name)
-        if match and (
-            isinstance(one, ObjectUrl)
-            or (os.path.isdir(one) and not os.path.islink(one))  # which never raise
-        ):
+        if match and (isinstance(one, ObjectUrl) or os.path.isdir(one)):  # which never raises
             found[one.name] = int(match[1])
     return found
 

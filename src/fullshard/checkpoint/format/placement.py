@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard._torch import dtensor as _dtensor
 from fullshard.errors import CheckpointError
-from fullshard.layout.region import Region, whole
+from fullshard.layout.region import Region, full_region
 from fullshard.tensors import RaggedShard, coordinates_near, region_of
 
 
@@ -77,7 +77,7 @@ class TensorEntry(NamedTuple):
 
     Attributes:
         dtype: such as "float32".
-        shape: of the whole tensor.
+        shape: of the full tensor.
         grid: the ranks that hold it.
         placements: one for each dim of the grid; None: a plain tensor, whole on every rank.
         writer: which of the ranks that hold the same elements writes them.
@@ -155,7 +155,7 @@ class TensorEntry(NamedTuple):
                 copy, own = divmod(copy, size)
             sizes.append(own)
         fixed = sizes[::-1]
-        boxes = whole(self.shape).boxes() if near is None else near.boxes()
+        boxes = full_region(self.shape).boxes() if near is None else near.boxes()
         found = {
             coordinate: None
             for box in boxes

@@ -78,11 +78,6 @@ class ObjectUrl:
         """Raise ``ConfigError`` if a package for this store is missing."""
         self._filesystem()
 
-    def read(self) -> bytes:
-        """Return the whole object."""
-        with self._asked("read") as (filesystem, path):
-            return bytes(filesystem.cat_file(path))
-
     def read_if_there(self) -> bytes | None:
         """Return the whole object; None if it does not exist."""
         with self._asked("read") as (filesystem, path), suppress(FileNotFoundError):

@@ -303,10 +303,8 @@ class Target:
 
 
 def _announced(entry: TensorEntry) -> Announced:
-    placements = entry.placements or ()
-    is_dtensor = entry.placements is not None
-    is_on_one = is_dtensor and is_on_one_rank(placements)
-    return Announced(torch.Size(entry.shape), None, is_dtensor, is_on_one)
+    is_on_one = is_on_one_rank(entry.placements or ())
+    return Announced(torch.Size(entry.shape), None, entry.placements is not None, is_on_one)
 
 
 def _overlaps_itself(value: Tensor) -> bool:

@@ -65,15 +65,15 @@ class Collected:
         self.device = torch.device("cpu")
         self._everyone = Grid((world,), tuple(range(world)))
 
-    def add_model(self, model: nn.Module, *, whole: bool = True, frozen: bool = True) -> None:
+    def add_model(self, model: nn.Module, *, complete: bool = True, frozen: bool = True) -> None:
         """Add parameters (``frozen`` ones if asked), buffers and extra state of a model.
 
         Raises:
             TornStepError: an exception that was caught left the weights half-stepped, and they
-                are to be ``whole``.
+                must be ``complete``.
         """
         tree = Tree(model, "save")
-        if whole:
+        if complete:
             tree.check_complete("save")
         self.units, self.device = tree.units, tree.device
         if tree.mesh is not None:
@@ -89,7 +89,7 @@ class Collected:
                 states[row.name] = encode(value, f"extra state {row.name}")
             elif id(row.value) in first:
                 ties[row.name] = first[id(row.value)]
-            elif not frozen and isinstance(row.value, nn.Parameter) and not own.requires_grad:
+            elif not frozen and isinstance(own, nn.Parameter) and not own.requires_grad:
                 left_out.append(row.name)
             else:
                 first[id(row.value)] = row.name
@@ -203,12 +203,12 @@ def collected(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
-    whole: bool = True,
+    complete: bool = True,
     frozen: bool = True,
 ) -> Collected:
     """Return what this rank has of a model, and of an optimizer that steps its parameters."""
     found = Collected(rank, world)
-    found.add_model(model, whole=whole, frozen=frozen)
+    found.add_model(model, complete=complete, frozen=frozen)
     if optimizer is not None:
         found.add_optimizer(model, optimizer)
     return found

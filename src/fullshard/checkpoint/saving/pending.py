@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401 - it registers the end of executors
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from torch import nn
@@ -146,7 +149,16 @@ def await_save() -> None:
     Raises:
         FullshardError: that save failed.
     """
-    global _in_flight
-    pending, _in_flight = _in_flight, None
-    if pending is not None:
-        pending.wait()
+    if _in_flight is not None:
+        _in_flight.wait()
+
+
+def _await_at_exit() -> None:
+    with suppress(BaseException):  # was logged
+        await_save()
+
+
+# Clients of object stores use executors, which CPython ends before it joins threads. This waits
+# before that, as functions run in reverse order. ``atexit`` comes too late, but needs no name that
+# is private to CPython.
+vars(threading).get("_register_atexit", atexit.register)(_await_at_exit)

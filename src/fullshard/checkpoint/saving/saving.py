@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -219,7 +219,7 @@ class _Saving:
             "folder": self._target.path.name,
             "step": self._step,
             "mode": how.mode,
-            "extra": digest_of(text.encode()),
+            "extra": digest_of(json.dumps(json.loads(text), sort_keys=True).encode()),
             _SINGLES: self._consensus.share(json.dumps([self.found.singles, self.found.options])),
         }
 
@@ -243,7 +243,8 @@ class _Saving:
         if how.mode == "async":
             waits = {name for name in waits if name.startswith("optimizer/")}
             waits |= {f"model/{name}" for name in self.found.stepped}
-            state = [] if optimizer is None else _tensors(optimizer.state.values())
+            states = [] if optimizer is None else optimizer.state.values()
+            state = [one for its in states for one in its.values() if isinstance(one, Tensor)]
         return Writing(parts, params, state, replicas=replicas, waits=waits, memory=how.memory)
 
     def write_all(self, name: str, pace: Pace) -> None:
@@ -306,10 +307,6 @@ class _Saving:
         )
 
 
-def _tensors(states: Iterable[Mapping[Any, Any]]) -> list[Tensor]:
-    return [one for state in states for one in state.values() if isinstance(one, Tensor)]
-
-
 def _check_singles(consensus: Consensus, keys: Sequence[str]) -> None:
     """Check that ranks that have the same parameter step it alike, with the same options.
 
@@ -358,7 +355,7 @@ def _tell_apart(consensus: Consensus, model: nn.Module, optimizer: Optimizer | N
 
     def own() -> list[str] | None:
         try:
-            found = collected(consensus.rank, consensus.world, model, optimizer, whole=False)
+            found = collected(consensus.rank, consensus.world, model, optimizer, complete=False)
             values = json.dumps([found.singles, found.options])
             return [consensus.share(values), shared(consensus, found)]
         except (ConfigError, UnsupportedError):

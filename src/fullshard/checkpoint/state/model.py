@@ -22,7 +22,7 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Return the state dict that the unsharded model would have: same names, same order.
 
-    Values are whole plain tensors. Parameters, tensor-parallel ones too, are gathered one at a
+    Values are full plain tensors. Parameters, tensor-parallel ones too, are gathered one at a
     time: a rank that gets no result holds only one whole parameter. All ranks must call this.
 
     Inside of ``unshard_params`` values are those of the lent parameters, as they are there; with
@@ -87,7 +87,7 @@ def load_full_state_dict(
 
     Args:
         module: a sharded model, or a part of one.
-        state: whole tensors by name; of tied parameters one name is enough.
+        state: full tensors by name; of tied parameters one name is enough.
         broadcast_from_rank0: send the ``state`` of the first rank to all ranks, one tensor at a
             time; the ``state`` of other ranks is ignored and may be {}.
         strict: refuse names that are missing in ``state`` or in the model.
@@ -130,7 +130,7 @@ def load_into(
 
     Args:
         module: as there.
-        state: with whole tensors or DTensors.
+        state: with full tensors or DTensors.
         what: for messages.
         send: as ``broadcast_from_rank0`` there.
         strict: as there.
@@ -139,6 +139,7 @@ def load_into(
     tree = Tree(module, what, may_be_lent=not send)
     for unit in tree.units:
         unit.check_shown(what)
+        unit.wait_for_readers()
     rows = list(tree.rows())
     is_lent = any(unit.is_lent for unit in tree.units)  # the first rank may then load on its own
     with refused_by_all(what, tree.mesh if agrees and not is_lent else None, sends=send):

@@ -42,9 +42,9 @@ class _Part(NamedTuple):
             return value
         return self.held.as_dtensor(self._slice(value))
 
-    def put(self, value: Any, whole: Tensor) -> None:
-        """Copy the state ``value`` of this part to its slice of ``whole``."""
-        self._slice(whole).copy_(local_part(value).reshape(self._local.shape))
+    def put(self, value: Any, full: Tensor) -> None:
+        """Copy the state ``value`` of this part to its slice of ``full``."""
+        self._slice(full).copy_(local_part(value).reshape(self._local.shape))
 
     def _slice(self, value: Tensor) -> Tensor:
         return value.view(-1)[self.offset :][: self._local.numel()].view(self._local.shape)
@@ -228,10 +228,10 @@ def _joined(param: Tensor, parts: list[_Part], kept: list[Kept | None]) -> Kept:
         if not isinstance(like, DTensor):
             joined[key] = _same(key, parts, values)
             continue
-        joined[key] = whole = torch.zeros_like(param, dtype=like.dtype)
+        joined[key] = full = torch.zeros_like(param, dtype=like.dtype)
         for part, value in zip(parts, values, strict=True):
             if value is not None:
-                part.put(value, whole)
+                part.put(value, full)
     return joined
 
 

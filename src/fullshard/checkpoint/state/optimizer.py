@@ -33,7 +33,7 @@ from fullshard.tensors.form import clean_name
 def full_optim_state_dict(
     module: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu: bool = True
 ) -> dict[str, Any]:
-    """Return the state of ``optimizer`` as whole tensors, gathered one at a time; a collective.
+    """Return the state of ``optimizer`` as full tensors, gathered one at a time; a collective.
 
     Args:
         module: the model whose parameters ``optimizer`` steps, or a model that contains it.
@@ -155,7 +155,7 @@ def load_full_optim_state_dict(
     Args:
         module: the model whose parameters ``optimizer`` steps, or a model that contains it.
         optimizer: of ``torch.optim``, or a ``ShardedOptimizer``; it need not have stepped yet.
-        state: whole tensors, as ``full_optim_state_dict`` returns them.
+        state: full tensors, as ``full_optim_state_dict`` returns them.
         broadcast_from_rank0: as for ``load_full_state_dict``.
         strict: refuse parameters of ``optimizer`` that are in no group of ``state``, and state of
             parameters that the model does not have.

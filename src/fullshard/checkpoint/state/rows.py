@@ -24,7 +24,7 @@ from fullshard.frontend.contexts import (
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.places import Held, held_params
 from fullshard.frontend.sharded import state_dict_as_it_is
-from fullshard.layout.region import Region, whole
+from fullshard.layout.region import Region, full_region
 from fullshard.tensors import is_on_one_rank, on_larger_mesh, plainly_sharded, region_of
 from fullshard.tensors.form import clean_name
 from fullshard.tensors.parts import coordinate_in
@@ -73,7 +73,7 @@ class Source:
         self.announced = broadcast_object_from_first(self.announced, mesh)
         if any(one.is_dtensor for one in self.announced.values()):
             raise ConfigError(
-                "broadcast_from_rank0=True: rank 0 gave DTensors, expected whole plain tensors; "
+                "broadcast_from_rank0=True: rank 0 gave DTensors, expected full plain tensors; "
                 "load sharded state on every rank"
             )
 
@@ -212,10 +212,10 @@ def _extent(mesh: DeviceMesh) -> tuple[int, int, bool]:
 def full(
     tree: Tree, rows: Sequence[Row], *, rank0_only: bool, cpu: bool, copies: bool = True
 ) -> Iterator[tuple[Row, Any]]:
-    """Yield each row with its whole value, gathered one at a time; a collective.
+    """Yield each row with its full value, gathered one at a time; a collective.
 
     With ``rank0_only`` all ranks take part in gathering, but only the first rank yields. Tied
-    parameters of a model share one whole tensor. Without ``copies``, tensors that need not be
+    parameters of a model share one full tensor. Without ``copies``, tensors that need not be
     gathered are not cloned.
     """
     is_given = not rank0_only or tree.is_first
@@ -223,15 +223,15 @@ def full(
     for row in rows:
         number = id(row.value)
         if row.key or number not in seen:
-            whole = row.value
+            full = row.value
             if row.held is not None:
-                whole = full_held(row.held, rank0_only=rank0_only)
-            elif isinstance(whole, Tensor):
-                whole = full_value(row.value)
+                full = full_held(row.held, rank0_only=rank0_only)
+            elif isinstance(full, Tensor):
+                full = full_value(row.value)
                 if copies and not isinstance(row.value, DTensor):
-                    whole = whole.clone()
-            on_cpu = cpu and is_given and isinstance(whole, Tensor)
-            seen[number] = whole.cpu() if on_cpu else whole if is_given else None
+                    full = full.clone()
+            on_cpu = cpu and is_given and isinstance(full, Tensor)
+            seen[number] = full.cpu() if on_cpu else full if is_given else None
         if is_given:
             yield row, seen[number]
 
@@ -258,7 +258,7 @@ def sharded(
 def part_here(value: Tensor) -> tuple[Tensor, Region]:
     """Return what this rank holds of a tensor of the model, and which elements these are."""
     if not isinstance(value, DTensor):
-        return value.detach(), whole(value.shape)
+        return value.detach(), full_region(value.shape)
     mesh = value.device_mesh
     region = region_of(value.shape, value.placements, mesh.shape, coordinate_in(mesh))
     return _dtensor.local_of(value), region

@@ -227,7 +227,7 @@ def target_at(
 
 def exists(path: Place) -> bool:
     """Return whether there is something at ``path``."""
-    return objects.exists(path) if isinstance(path, ObjectUrl) else committing.exists(path)
+    return objects.exists(path) if isinstance(path, ObjectUrl) else path.exists()
 
 
 def remove(path: Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.ownership import owner_of
 from fullshard.frontend.places import Place
-from fullshard.layout.region import Region, boxes, whole
+from fullshard.layout.region import Region, boxes, full_region
 from fullshard.progress import Operation
 from fullshard.tensors import local_part, taken_by
 from fullshard.tensors.form import clean_name
@@ -48,7 +49,7 @@ class Conversion(NamedTuple):
     Attributes:
         shape: of the stored tensor.
         make: called on every rank with the whole stored tensor, in the dtype of the files; returns
-            the whole tensor of the model, of which each rank then keeps its part.
+            the full tensor of the model, of which each rank then keeps its part.
     """
 
     shape: tuple[int, ...]
@@ -242,7 +243,7 @@ class _Target:
             ConfigError: that has another shape or dtype than the model's.
         """
         conversion, value = self._convert[row.name], row.value
-        region, parts = whole(conversion.shape), self.chosen.parts[row.name]
+        region, parts = full_region(conversion.shape), self.chosen.parts[row.name]
         dtype = datafile.dtype_in_file(self._files[parts[0].name].dtype)
         read = torch.empty(conversion.shape, dtype=dtype)
         for stored in parts:
@@ -383,7 +384,7 @@ def _lacking(
             for name, own in _on_meta(path, module).items()
             if name not in filled and not (adapters and name.startswith(adapters))
         }
-        reset = _reset if hasattr(module, "reset_parameters") else None
+        reset = methodcaller("reset_parameters") if hasattr(module, "reset_parameters") else None
         if names:
             outer = _around(model, path, of_models) if init is None and of_models[path] else ()
             found.append(_Lacking(module, names, init or of_models[path] or reset, outer))
@@ -415,7 +416,3 @@ def _on_meta(path: str, module: nn.Module) -> dict[str, str]:
         for own, tensor in tensors.items()
         if tensor is not None and tensor.is_meta
     }
-
-
-def _reset(module: nn.Module) -> None:
-    module.reset_parameters()  # type: ignore[operator]

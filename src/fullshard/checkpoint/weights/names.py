@@ -20,7 +20,7 @@ from fullshard.checkpoint.format import ObjectUrl, Place, datafile
 from fullshard.checkpoint.weights.remote import opened_weights
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
 from fullshard.frontend.sharded import ShardedModule
-from fullshard.layout.region import Interval, Region, whole
+from fullshard.layout.region import Interval, Region, full_region
 from fullshard.tensors.form import clean_name
 
 _INSIDE = "base_model.model."  # what PeftModel puts before the names of the model
@@ -208,7 +208,7 @@ class InFile(NamedTuple):
 
 def unchanged(name: str, shape: Sequence[int]) -> Stored:
     """Return a tensor that is stored as the model has it."""
-    return Stored(name, name, whole(shape), tuple(range(len(shape))))
+    return Stored(name, name, full_region(shape), tuple(range(len(shape))))
 
 
 def pretrained(model: nn.Module) -> Any:
@@ -328,7 +328,6 @@ def read_index(folder: Place) -> dict[str, InFile]:
         CheckpointError: there are none, or they lack tensors that their index names.
     """
     index: dict[str, str] | None = None
-    text = None
     if _is_file(folder):
         names = [folder.name]
         folder = folder.parent

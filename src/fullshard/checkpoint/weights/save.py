@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -285,6 +286,9 @@ def save_weights(
         assert isinstance(folder, Path)
         plans[0].write_index(unfinished)
         _write_configuration(model, unfinished, plans[0])
+        for one in unfinished.glob("*.json"):
+            with one.open("rb") as file:
+                os.fsync(file.fileno())
         flush_folder(unfinished)
         unfinished.rename(folder)
         flush_folder(folder.parent)

@@ -34,7 +34,7 @@ class StreamedTensor(NamedTuple):
 
     Attributes:
         name: as ``transformers`` knows it, for its models; else the model's.
-        shape: of the whole tensor.
+        shape: of the full tensor.
         dtype: in which it comes.
         bucket: number of its bucket.
         offset: where it begins in the bucket's ``packed``, in bytes.
@@ -55,7 +55,7 @@ def stream_params(
     names: Collection[str] | None = None,
     ranks: Collection[int] | None = None,
 ) -> ParamStream:
-    """Return the weights of ``model`` as buckets of whole tensors; all ranks must call this.
+    """Return the weights of ``model`` as buckets of full tensors; all ranks must call this.
 
     For programs that need the weights while the training goes on, such as inference engines::
 
@@ -226,7 +226,7 @@ class ParamStream:
 
 
 class TensorBucket(Mapping[str, Tensor]):
-    """Whole tensors by name, usable until the next bucket of the stream is asked for.
+    """Full tensors by name, usable until the next bucket of the stream is asked for.
 
     Operations on a tensor give plain tensors, but for views of it, which are bound to the bucket,
     too; after that any use raises ``ProtocolError``.

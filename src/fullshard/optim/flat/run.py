@@ -79,6 +79,7 @@ class Run(Steppable):
         self.flats: dict[str, Tensor] = {}
         self._entries: list[object] = []
         self._version = 0
+        self._bound = self._empty
 
     @property
     def device(self) -> torch.device:
@@ -101,6 +102,18 @@ class Run(Steppable):
         place = flat_part_of(first)
         assert place is not None, "the first tensor of a coalesced run is no part of a flat buffer"
         return place.flat.narrow(0, place.start, self._shape[0])
+
+    def bind(self, memory: Tensor, grad: Tensor | None) -> None:
+        """Bind ``memory`` and ``grad`` to the tensor."""
+        super().bind(memory, grad)
+        self._bound = memory
+
+    def release(self) -> None:
+        """Release memory and gradient of the tensor."""
+        if not _memory.is_at(self.tensor, self._bound):  # the class gave it other memory
+            self._bound.copy_(self.tensor.data)
+        super().release()
+        self._bound = self._empty
 
     # state
 

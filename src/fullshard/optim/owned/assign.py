@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fullshard.comm import flattened
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.layout.region import Interval, Region
-from fullshard.layout.region import whole as all_of
+from fullshard.layout.region import Interval, Region, full_region
 from fullshard.tensors import placed_pieces_of, region_of
 from fullshard.tensors.parts import coordinate_in
 
@@ -53,7 +52,7 @@ class OwnedBlock(NamedTuple):
 
     def region(self, full: Shape) -> Region:
         """Return its elements in a parameter of shape ``full``."""
-        return all_of(full).part(self.start, self.start + self.numel)
+        return full_region(full).part(self.start, self.start + self.numel)
 
 
 def newton_schulz_flops(shape: Shape) -> float:
@@ -268,7 +267,7 @@ def placement_of(param: Tensor, label: str) -> tuple[ParamPlacement, DeviceMesh]
     pieces = placed_pieces_of(param)
     if not pieces:
         return None
-    (piece, *others), full = pieces, pieces[0].whole
+    (piece, *others), full = pieces, pieces[0].full_shape
     if full is None or others:
         raise UnsupportedError(
             f"{label} is a flat parameter, one long vector of {len(pieces)} parameter(s), in which "

@@ -307,6 +307,7 @@ class OwnedOptimizer(Outer):
 
     def _step(self, ready: dict[int, Tensor | None], amp: dict[str, Tensor]) -> None:
         before = KeptOptions(self.param_groups)
+        changed: list[dict[str, Any]] = [{} for _ in self.param_groups]
         failures: list[Exception] = []
         for one in (one for family in self._families for one in family.rounds(ready)):
             with one.bound(ready) as bound:
@@ -317,6 +318,10 @@ class OwnedOptimizer(Outer):
                     self._step_round(one, bound, amp)
                 except Exception as error:  # other ranks wait for this rank's parts
                     failures.append(error)
+                for its, new in zip(changed, before.changes(), strict=True):
+                    its.update(new)
+        for group, its in zip(self.param_groups, changed, strict=True):
+            group.update(its)
         self._announce(ready)
         if failures:
             raise failures[0]

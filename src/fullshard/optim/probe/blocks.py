@@ -57,6 +57,8 @@ def units_of(
         UnsupportedError: a piece, begun at a multiple of ``block_size``, steps unlike the same
             elements of the full tensor, or has other state.
     """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return {}  # no gradient, and so no state
     numel = padded_numel(0, torch.Size(shape).numel(), block_size)
 
     def trial() -> Units:

@@ -27,6 +27,7 @@ LARGE = 1 << 16
 
 _TENSORS: tuple[Shape, ...] = ((2, 5), (4,), (3, 1, 3))
 _LARGE_TENSORS: tuple[Shape, ...] = ((3,), (256, 257))  # large enough for state in blocks
+_NUMELS = (10, 4)
 _MATRICES: tuple[Shape, ...] = ((2, 5), (4, 3), (3, 3))
 _STEPS, _LARGE_STEPS, _SCALED_STEPS = 40, 3, 4  # RAdam changes its rule after six
 _SCALE = 1e6  # some classes treat gradients of large norms differently
@@ -159,6 +160,30 @@ class Probe:
             raise self.refusal("elementwise", reason=reason) from error
         if not is_same:
             raise self.refusal("elementwise", reason="coalesced tensors stepped elsewhere")
+        for key, sizes in self._state_sizes().items():
+            if sizes is None or (sizes[0] != sizes[1] and sizes != _NUMELS):
+                reason = (
+                    f"its state {key!r} has neither one value for each element nor a fixed size"
+                )
+                raise self.refusal("elementwise", reason=reason)
+
+    def _state_sizes(self) -> dict[str, tuple[int, ...] | None]:
+        """Return sizes of state for tensors of ``_NUMELS`` elements; None: a container."""
+        states: list[dict[str, Any]] = []
+        for seed, numel in enumerate(_NUMELS):
+            param = nn.Parameter(values_like((numel,), seed))
+            optimizer = self.made([param])
+            for step in range(2):
+                param.grad = values_like((numel,), 10 * step + seed + 3)
+                step_without_hooks(optimizer)
+            states.append(dict(optimizer.state.get(param, {})))
+        return {
+            key: None
+            if isinstance(value, (list, tuple, dict))
+            else tuple(own[key].numel() if isinstance(own[key], Tensor) else 1 for own in states)
+            for key, value in states[0].items()
+            if key in states[1]
+        }
 
     def traits(self, *, is_vouched_for: bool) -> Traits:
         """Return the traits of the class, tried on small matrices.
@@ -264,7 +289,8 @@ class Probe:
         if options.get("fused"):
             options["fused"] = None  # not on meta
         for (shape, dtype), label in labels.items():
-            stand_in = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+            steps = dtype.is_floating_point or dtype.is_complex  # others never have gradients
+            stand_in = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), steps)
             try:
                 self.optimizer_class([{"params": [stand_in], **options}], **self.kwargs)
             except Exception as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.errors import ConfigError
+from fullshard.train.config import LOCK
 from fullshard.train.data.hub import COLUMNS, TABLES, Rows, describes_itself, splits_in, table_in
 
 
@@ -249,6 +250,8 @@ def _other_splits(names: Mapping[Path, str]) -> dict[Path, str]:
 def find(data: str | None) -> tuple[Path, list[Path]]:
     """Return the file or folder of ``data``, see ``collect``, and its visible files.
 
+    Files of runs are left out, because a run may lie in the folder of its text.
+
     Raises:
         ConfigError: there is no such file or folder.
     """
@@ -257,9 +260,11 @@ def find(data: str | None) -> tuple[Path, list[Path]]:
         files = [p for p in root.rglob("*.py") if not _SKIPPED & {*p.relative_to(root).parts}]
     else:
         root = Path(data)
-        if not root.exists():
+        if not os.path.exists(root):  # False, too, if access is denied
             raise ConfigError(f"--data {data}: there is no such file or folder")
         files = [root] if root.is_file() else [p for p in root.rglob("*") if _is_visible(p, root)]
+        runs = {path.parent for path in files if path.name == LOCK}
+        files = [path for path in files if runs.isdisjoint(path.parents)]
     return root, files
 
 
@@ -346,7 +351,8 @@ def _rows_of(path: Path) -> Records:
 
 def _kind(path: Path) -> str:
     """Return the extension of a file without that of its compression."""
-    return path.with_suffix("").suffix if path.suffix in _DECOMPRESS else path.suffix
+    name = Path(path.name.lower())
+    return name.with_suffix("").suffix if name.suffix in _DECOMPRESS else name.suffix
 
 
 def _documents(records: Records, name: str, bad: BadRecords) -> Iterator[Document]:

@@ -102,7 +102,7 @@ class TokenizedText:
         """
         vocabulary = self.tokenizer.get_vocab()
         counts = np.zeros(max(vocabulary.values()) + 1)
-        if vocabulary.get(END) != self.end:
+        if not vocabulary.get(END) == self.end == 0:  # as in each tokenizer that was trained here
             held_out = self.held_out
             learned = len(held_out.tokens) if held_out.learned is None else held_out.learned.sum()
             counts[:] = held_out.nbytes / max(1, learned)
@@ -206,7 +206,13 @@ def load_text(
     if pretrained is not None:
         given = PretrainedTokenizer(pretrained)
         given.check_size(vocab_size)
-    told = _known(data, vocab_size, given, skip_bad=skip_bad)
+    try:
+        told = _known(data, vocab_size, given, skip_bad=skip_bad)
+    except OSError as error:
+        raise ConfigError(
+            f"{error}: --data must be readable, and {_cache_root()} writable for its tokens "
+            "(XDG_CACHE_HOME names another place)"
+        ) from error
     folder = _cache_root() / told["key"]
     facts = json.loads((folder / "facts.json").read_text())
     bad = BadRecords(**told["bad"]).joined(BadRecords(**facts["bad"]))

@@ -67,3 +67,8 @@ def _write_others(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> No
     tokenizer.save(str(folder / "tokenizer.json"))
     facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=2) + "\n")
+    end = tokenizer.token_to_id(END)
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        if path.exists():  # the configuration names tokens of another tokenizer
+            fields = json.loads(path.read_text()) | {"bos_token_id": end, "eos_token_id": end}
+            path.write_text(json.dumps(fields, indent=2) + "\n")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from fullshard.train.config import TrainConfig
 from fullshard.train.job.prepare import prepare
 from fullshard.train.run import RunDir, handling, say
-from fullshard.train.world import LAUNCHER, LOOPBACK, STORE, TCP, check_gpus
+from fullshard.train.world import JOINED, LAUNCHER, LOOPBACK, STORE, TCP, check_gpus
 
 _POLL_S = 0.1
 _GRACE_S = 30.0  # time that workers of a failed or interrupted job have to end by themselves
@@ -63,9 +64,9 @@ def launch(config: TrainConfig) -> int:
 def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> None:
     """Run ``nproc`` times ``python ARGUMENTS`` on this machine, and wait until all have ended.
 
-    If a worker fails, the other workers are ended; if the job ``keeps_going``, the lost worker is
-    reported, and the other workers keep running. Stores unpickle what they receive, so workers meet
-    in a private file, or at a store on loopback.
+    If a worker fails, the other workers are ended. If the job ``keeps_going``, and all workers have
+    met, the lost worker is reported, and the other workers keep running. Stores unpickle what they
+    receive, so workers meet in a private file, or at a store on loopback.
 
     Raises:
         ChildFailedError: a worker failed; all workers failed if the job ``keeps_going``.
@@ -84,7 +85,7 @@ def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> Non
                 "TORCHELASTIC_ERROR_FILE": error_file,
             }
             workers.append(subprocess.Popen([sys.executable, *arguments], env=common | own))
-        _wait(workers, got, keeps_going=keeps_going)
+        _wait(workers, got, keeps_going=lambda: store is not None and store.check([JOINED]))
         if got:
             raise SignalException("interrupted", signal.Signals(got[0]))
         failures = {
@@ -156,10 +157,12 @@ def _handing_on(workers: Sequence[_Worker]) -> Iterator[list[int]]:
                 one.kill()
 
 
-def _wait(workers: Sequence[_Worker], got: Sequence[int], *, keeps_going: bool) -> None:
+def _wait(
+    workers: Sequence[_Worker], got: Sequence[int], *, keeps_going: Callable[[], bool]
+) -> None:
     """Wait for all workers; end them some time after a signal.
 
-    Unless the job ``keeps_going``, end them after a failure, too.
+    Unless the job ``keeps_going`` by then, end them after a failure, too.
 
     ``got`` are the signals that workers got from this process.
     """
@@ -172,12 +175,10 @@ def _wait(workers: Sequence[_Worker], got: Sequence[int], *, keeps_going: bool) 
             if code is None:
                 continue
             del running[rank]
-            if keeps_going and code < 0 and running:
+            if code < 0 and running and keeps_going():
                 name = signal.Signals(-code).name
                 print(f"fullshard: worker {rank} was ended by {name}", file=sys.stderr)
-        if keeps_going and not got:
-            continue
-        if kill_s == math.inf and (got or any(ended.values())):
+        if kill_s == math.inf and (got or (any(ended.values()) and not keeps_going())):
             kill_s = time.monotonic() + _GRACE_S
             for one in () if got else running.values():
                 one.terminate()
@@ -223,4 +224,4 @@ def _how_to_go_on(config: TrainConfig, run: RunDir) -> str:
     newest = run.newest_checkpoint()
     if newest is None:
         return "no checkpoint was written yet"
-    return f"fullshard train --out {config.out} --resume  goes on from {newest.name}"
+    return f"fullshard train --out {shlex.quote(config.out)} --resume  goes on from {newest.name}"

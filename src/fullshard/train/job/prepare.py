@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,17 @@ def _check_extras(config: TrainConfig) -> None:
     check_tracker(config)
     if config.export is not None and Path(config.export).exists():
         raise ConfigError(f"--export {config.export}: is there already; give a new folder")
+    if config.export is not None:
+        target, out = Path(config.export).resolve(), Path(config.out).resolve()
+        if target in (out, *out.parents):
+            raise ConfigError(
+                f"--export {config.export}: the run will be there or below; give another folder"
+            )
+        above = next(one for one in target.parents if one.exists())
+        if not os.access(above, os.W_OK):
+            raise ConfigError(f"--export {config.export}: {above} cannot be written")
+    if config.data is not None and Path(config.data).resolve() == Path(config.out).resolve():
+        raise ConfigError(f"--out {config.out}: the text is there; give another folder")
 
 
 def _note(text: str) -> None:

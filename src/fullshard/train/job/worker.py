@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -169,14 +170,15 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
     """Print a sample, export, draw the loss and print the paths of all output."""
     run = RunDir(Path(config.out))
     tell = say if world.is_first else lambda _: None
+    out = shlex.quote(config.out)
     if config.trace:
-        tell(f"trace        fullshard trace {config.out}  makes the report of this start")
+        tell(f"trace        fullshard trace {out}  makes the report of this start")
     if trained.why_over is not None:
         tell(f"ended after step {trained.step} of {config.steps} by {trained.why_over}")
     elif trained.step < config.steps:
         tell(
             f"stopped after step {trained.step} of {config.steps}; "
-            f"fullshard train --out {config.out} --resume  goes on"
+            f"fullshard train --out {out} --resume  goes on"
         )
         return
     written = sample(trained.model, config, text, world)

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from fullshard.checkpoint import CheckpointInfo, inspect, latest
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.train.config import TrainConfig
+from fullshard.train.config import LOCK, TrainConfig
 from fullshard.train.run.patience import HeldOut
 from fullshard.train.run.weights import weights_key
 
@@ -98,7 +98,7 @@ class RunDir:
         self.picture = path / "loss.png"
         self.plan = path / "plan.json"
         self.trace = path / "trace"
-        self.lock = path / "fullshard.lock"
+        self.lock = path / LOCK
 
     def checkpoint(self, step: int) -> Path:
         """Return the path of the checkpoint of ``step``."""

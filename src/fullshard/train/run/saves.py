@@ -45,8 +45,8 @@ class Saves:
         self._all = [self._disk]
         # No save goes here; the best checkpoint is loaded if all others are lost.
         self._kept_best = Checkpointer(run.best)
-        self._memory = run.memory if config.memory_every is not None else None
-        if self._memory is not None and config.memory_every is not None:
+        self._memory = run.memory
+        if config.memory_every is not None:
             _check_ours(self._memory)
             self._all.append(
                 # Tensors are written without a copy first, because a copy would take as long.
@@ -114,10 +114,9 @@ class Saves:
 
     def forget(self) -> None:
         """Remove the checkpoints in memory, which are on the disk too or belong to no run."""
-        if self._memory is not None:
-            dist.barrier()
-            shutil.rmtree(self._memory, ignore_errors=True)
-            dist.barrier()
+        dist.barrier()
+        shutil.rmtree(self._memory, ignore_errors=True)
+        dist.barrier()
 
 
 def _check_ours(folder: Path) -> None:

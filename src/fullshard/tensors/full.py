@@ -89,8 +89,8 @@ def plainly_sharded(value: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
     plain = tuple(_plain(one, value.ndim) for one in placements)
     if plain == placements and (mesh == value.device_mesh or placements_on(value, mesh)):
         return on_larger_mesh(value, mesh)
-    whole = value.full_tensor()
-    part = own_part(whole, plain, mesh.shape, coordinate_in(mesh)).clone()
+    full = value.full_tensor()
+    part = own_part(full, plain, mesh.shape, coordinate_in(mesh)).clone()
     return _placed(part, value, mesh, plain, DTensor)
 
 
