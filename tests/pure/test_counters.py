@@ -88,20 +88,27 @@ class OfGroup(Averaged):
 
     def count(self, group: dict[str, Any]) -> float:
         if any(param.grad is not None for param in group["params"]):
-            group["step"] = group.get("step", 0) + 1
+            group["step"] = group.get("step", 0)
+            group["step"] += 1
         return float(group.get("step", 1))
 
 
-def test_groups_of_different_rounds_count_each() -> None:
+@pytest.mark.parametrize("way", ["plain", "rounds"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_groups_of_different_rounds_count_each(way: str, in_place: bool) -> None:
     """Each round begins with the options from before the step."""
+
+    def groups(params: list[nn.Parameter]) -> Any:
+        counter = {"step": torch.zeros(())} if in_place else {}
+        return [{"params": [one], **{k: v.clone() for k, v in counter.items()}} for one in params]
+
     mine = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3, 3))]
     its = [nn.Parameter(param.detach().clone()) for param in mine]
-    optimizer = OwnedOptimizer([{"params": [one]} for one in mine], OfGroup, round_nbytes=1)
-    expected = OfGroup([{"params": [one]} for one in its])
+    optimizer, expected = WAYS[way](groups(mine), OfGroup), OfGroup(groups(its))
     for _ in range(3):
         for param in (*mine, *its):
             param.grad = torch.ones_like(param)
         optimizer.step()
         expected.step()
-    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
+    assert [float(group["step"]) for group in optimizer.param_groups] == [3, 3]
     assert all(torch.equal(param, other) for param, other in zip(mine, its, strict=True))

@@ -50,6 +50,20 @@ def test_files_of_runs_are_no_text(tmp_path: Path) -> None:
     assert collect(str(root)) == before
 
 
+def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "fullshard.lock").touch()
+    (tmp_path / "text.txt").write_text(TEXT)
+    with pytest.raises(ConfigError, match="is the folder of a run"):
+        collect(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["TEXT.JSONL", "TEXT.JSONL.GZ"])
+def test_the_case_of_extensions_says_nothing(tmp_path: Path, name: str) -> None:
+    record = json.dumps({"text": TEXT}).encode()
+    (tmp_path / name).write_bytes(gzip.compress(record) if name.endswith("GZ") else record)
+    assert [one.text for one in collect(str(tmp_path)).documents] == [TEXT]
+
+
 def test_a_file_is_read_alone(tmp_path: Path) -> None:
     path = write_files(tmp_path, 2) / "part0" / "file00.py"
     assert collect(str(path)).documents == [Document("file00.py", TEXT)]

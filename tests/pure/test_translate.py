@@ -159,7 +159,7 @@ def test_a_key_becomes_code(config: dict[str, Any], line: str) -> None:
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr: the Tr"),
         (
             zero(offload_optimizer={"device": "cpu"}) | {"optimizer": {"type": "Muon"}},
-            "offload_optimizer: Muon keeps its state on the device",
+            "zero_optimization.offload_optimizer: Muon keeps its state on the device",
         ),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type: OneBitAdam has no counterpart"),
         ({"fp16": {"enabled": True, "hysteresis": 2}}, "fp16.hysteresis: ShardedGradScaler has no"),

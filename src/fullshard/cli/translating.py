@@ -75,6 +75,8 @@ class Program:
     after: list[str] = field(default_factory=list)
     optimizer: str = "torch.optim.AdamW"
     optimizer_options: dict[str, str] = field(default_factory=dict)
+    offload_key: str = ""
+    """The key that asks for state on the host."""
     scaler: dict[str, str] | None = None
     accumulate: int = 1
     clip: float | None = None
@@ -114,7 +116,7 @@ class Program:
         else:
             of, given = self.optimizer, ["model"]
             if self.optimizer_options.pop("host_fraction", None) is not None:
-                self.notes["offload_optimizer"] = "Muon keeps its state on the device"
+                self.notes[self.offload_key] = "Muon keeps its state on the device"
         given += _keywords(self.optimizer_options)
         yield _call(f"optimizer = fullshard.optim.{of}", given)
         if self.scaler is not None:
@@ -396,6 +398,7 @@ def _offload_params(program: Program, key: str, value: Any) -> None:
 def _offload_state(program: Program, key: str, value: Any) -> None:
     if _offloads(program, key, value) and "offload_policy" not in program.shard:
         ratio = value.get("ratio", 1.0) if isinstance(value, Mapping) else 1.0
+        program.offload_key = key
         program.optimizer_options["host_fraction"] = repr(_number(f"{key}.ratio", ratio, float))
 
 

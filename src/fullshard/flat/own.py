@@ -83,7 +83,8 @@ class OwnTensors:
                 else:
                     inner.to_empty(device=device, recurse=False)
                     inner.reset_parameters()  # type: ignore[operator]
-        for tensor, (*others, (last, its)) in tied.values():  # to_empty has made one for each place
+        # Each place of a tied parameter has a new one now: the last, as its values were set last.
+        for tensor, (*others, (last, its)) in tied.values():
             for holder, name in others if isinstance(tensor, nn.Parameter) else ():
                 setattr(holder, name, last._parameters[its])
 

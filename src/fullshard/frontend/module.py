@@ -383,8 +383,8 @@ class FSDPModule(CommunicationControls):
         Raises:
             ConfigError: if other sharded parameters get plain tensors; nothing was changed.
         """
-        assign = args[1] if len(args) > 1 else kwargs.get("assign", False)
-        check_full_tensors(self, state_dict, assign=bool(assign))
+        assign = (args[1] if len(args) > 1 else kwargs.get("assign")) is True
+        check_full_tensors(self, state_dict, assign=assign)
         return super().load_state_dict(state_dict, *args, **kwargs)
 
 

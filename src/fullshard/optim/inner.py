@@ -31,6 +31,7 @@ class KeptOptions:
         self._options = [options_of(group) for group in groups]
         values = [value for options in self._options for value in options.values()]
         self._tensors = [(one, one.clone()) for one in values if isinstance(one, Tensor)]
+        self._counted = [before for _, before in self._tensors]
 
     def restore(self) -> None:
         """Take back all that the class has counted since, so that it counts that once a step."""
@@ -42,8 +43,19 @@ class KeptOptions:
             for tensor, before in self._tensors:
                 tensor.copy_(before)
 
+    def keep_counts(self) -> None:
+        """Keep what a part of the step has counted in tensors; ``restore`` takes it back."""
+        both = zip(self._tensors, self._counted, strict=True)
+        self._counted = [torch.where(one == before, last, one) for (one, before), last in both]
+
+    def give_counts(self) -> None:
+        """Write to the tensors what all parts of the step have counted in them."""
+        with torch.no_grad():
+            for (tensor, _), counted in zip(self._tensors, self._counted, strict=True):
+                tensor.copy_(counted)
+
     def changes(self) -> list[dict[str, Any]]:
-        """Return the options of each group that are other objects than before."""
+        """Return, for each group, the options that have become other objects."""
         pairs = zip(self._groups, self._options, strict=True)
         return [
             {key: v for key, v in options_of(group).items() if options.get(key, _MISSING) is not v}
@@ -227,5 +239,9 @@ class Inner:
             for mine, group, its in zip(self._optimizer.param_groups, groups, changed, strict=True):
                 own = options_of(mine).items()
                 its.update({k: v for k, v in own if group.get(k, _MISSING) is not v})
+            if kept is not None:
+                kept.keep_counts()
         for group, its in zip(groups, changed, strict=True):
             group.update(its)
+        if kept is not None:
+            kept.give_counts()

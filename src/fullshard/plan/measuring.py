@@ -103,8 +103,9 @@ def _made_real(model: nn.Module, device: torch.device, given: Any) -> Any:
         return torch.randn_like(given, device=device)
     tables = (one for one in model.modules() if isinstance(one, nn.Embedding))
     high = min((one.num_embeddings for one in tables), default=1)
-    most = 2 if given.dtype is torch.bool else torch.iinfo(given.dtype).max
-    return torch.randint_like(given, min(high, most), device=device)
+    if given.dtype is torch.bool:
+        return torch.randint_like(given, 2, device=device)
+    return torch.randint_like(given, min(high, torch.iinfo(given.dtype).max), device=device)
 
 
 def device_at_hand(device_type: str) -> torch.device:

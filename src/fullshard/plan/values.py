@@ -67,7 +67,8 @@ class Values:
             if not follows:
                 raise Unknown(f"{op} asks for values") from error
             found = self._on_values(op, args, kwargs)
-            is_for_cpu = kwargs.get("device") is not None and not _is_on_meta(kwargs)
+            device = kwargs.get("device")
+            is_for_cpu = device is not None and torch.device(device).type == "cpu"
             if is_for_cpu or not isinstance(found, (Tensor, tuple, list)):
                 return found  # values on the CPU, or a number
             out = tree_map(_like_on_meta, found)
@@ -193,7 +194,7 @@ def makes_memory(op: Any) -> bool:
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**kwargs, "device": torch.device("cpu")} if _is_on_meta(kwargs) else kwargs
+    return kwargs if kwargs.get("device") is None else {**kwargs, "device": torch.device("cpu")}
 
 
 def _is_on_meta(kwargs: dict[str, Any]) -> bool:

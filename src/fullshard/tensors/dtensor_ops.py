@@ -69,6 +69,8 @@ def _on_full(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _compute(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Overwrite ``out`` with a result that every rank can compute in full."""
+    if is_partial(target):
+        return _dtensor.default_dtensor_op(op, args, kwargs)
     full = torch.empty(target.shape, dtype=target.dtype, device=_dtensor.local_of(target).device)
     op(*args, **{**kwargs, "out": full})
     return keep_own_part(op, full, target)

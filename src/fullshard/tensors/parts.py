@@ -258,8 +258,8 @@ class Sharding(NamedTuple):
         sent = torch.stack([torch.where(values.isnan(), 0, values), is_nan])
         for group in self.groups:
             all_reduce(sent, group, is_max=True)
-        full = sent[0]
-        return full.masked_fill(sent[1] > 0, math.nan) if full.is_floating_point() else full
+        found = sent[0]
+        return found.masked_fill(sent[1] > 0, math.nan) if found.is_floating_point() else found
 
 
 def sharding_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Sharding:

@@ -25,7 +25,7 @@ STORE = "FULLSHARD_STORE"
 of a store on loopback."""
 
 JOINED = "fullshard/joined"
-"""Key in that store once a worker is in the process group, so that all workers have met."""
+"""Key that each worker sets in that store once it is in the process group; all have met then."""
 
 LAUNCHER = "FULLSHARD_LAUNCHER"
 """Environment variable with the process id of our launcher."""

@@ -131,7 +131,10 @@ def supersede(unfinished: Path, path: Path, step: int, *, removes: bool) -> None
         )
     if removes:
         for one in moved.values():
-            shutil.rmtree(one, ignore_errors=True)
+            if one.is_symlink():
+                one.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(one, ignore_errors=True)
 
 
 def _put_aside(path: Path, *, removes: bool) -> Path:
@@ -164,7 +167,7 @@ def remove(path: Path) -> None:
 def remove_unfinished(root: Path) -> None:
     """Remove what jobs that were killed left in ``root``; no job may be saving there."""
     for one in root.glob(f"{UNFINISHED}*"):
-        if os.path.isdir(one):
+        if os.path.isdir(one) and not os.path.islink(one):
             shutil.rmtree(one, ignore_errors=True)
         else:
             with suppress(OSError):

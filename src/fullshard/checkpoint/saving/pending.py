@@ -154,11 +154,12 @@ def await_save() -> None:
 
 
 def _await_at_exit() -> None:
-    with suppress(BaseException):  # was logged
-        await_save()
+    if _in_flight is not None and not _in_flight.is_done:  # a forked process has no such thread
+        with suppress(Exception):  # ``_run`` has logged it; Ctrl-C ends the wait
+            _in_flight.wait()
 
 
-# Clients of object stores use executors, which CPython ends before it joins threads. This waits
-# before that, as functions run in reverse order. ``atexit`` comes too late, but needs no name that
-# is private to CPython.
+# Clients of object stores use executors, which CPython ends before it joins threads. Exit functions
+# run in reverse order, so ``_await_at_exit`` runs before the executors end. ``atexit`` runs too
+# late for that, but is no private name of CPython.
 vars(threading).get("_register_atexit", atexit.register)(_await_at_exit)

@@ -23,7 +23,7 @@ def full_state_dict(
     """Return the state dict that the unsharded model would have: same names, same order.
 
     Values are full plain tensors. Parameters, tensor-parallel ones too, are gathered one at a
-    time: a rank that gets no result holds only one whole parameter. All ranks must call this.
+    time: a rank that gets no result holds only one full parameter. All ranks must call this.
 
     Inside of ``unshard_params`` values are those of the lent parameters, as they are there; with
     its ``rank0_only`` rank 0 may call this alone, and others get {}.

@@ -1,4 +1,4 @@
-"""Stream whole weights out of a sharded model, a bounded number of bytes at a time."""
+"""Stream full weights out of a sharded model, a bounded number of bytes at a time."""
 
 from __future__ import annotations
 

@@ -320,8 +320,10 @@ class OwnedOptimizer(Outer):
                     failures.append(error)
                 for its, new in zip(changed, before.changes(), strict=True):
                     its.update(new)
+                before.keep_counts()
         for group, its in zip(self.param_groups, changed, strict=True):
             group.update(its)
+        before.give_counts()
         self._announce(ready)
         if failures:
             raise failures[0]

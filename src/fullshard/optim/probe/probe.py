@@ -155,20 +155,23 @@ class Probe:
                 _Trial(self, shapes, scale, is_coalesced=True).agrees(steps, late=steps == _STEPS)
                 for shapes, steps, scale in trials
             )
+            sizes_by_key = self._state_sizes() if is_same else {}
         except Exception as error:
             reason = f"its step on coalesced tensors failed: {type(error).__name__}: {error}"
             raise self.refusal("elementwise", reason=reason) from error
         if not is_same:
             raise self.refusal("elementwise", reason="coalesced tensors stepped elsewhere")
-        for key, sizes in self._state_sizes().items():
-            if sizes is None or (sizes[0] != sizes[1] and sizes != _NUMELS):
+        for key, sizes in sizes_by_key.items():
+            if sizes is None:
+                raise self.refusal("elementwise", reason=f"its state {key!r} is a container")
+            if sizes[0] != sizes[1] and sizes != _NUMELS:
                 reason = (
                     f"its state {key!r} has neither one value for each element nor a fixed size"
                 )
                 raise self.refusal("elementwise", reason=reason)
 
     def _state_sizes(self) -> dict[str, tuple[int, ...] | None]:
-        """Return sizes of state for tensors of ``_NUMELS`` elements; None: a container."""
+        """Return the sizes of each state for ``_NUMELS`` elements; None if it is a container."""
         states: list[dict[str, Any]] = []
         for seed, numel in enumerate(_NUMELS):
             param = nn.Parameter(values_like((numel,), seed))
@@ -179,7 +182,8 @@ class Probe:
             states.append(dict(optimizer.state.get(param, {})))
         return {
             key: None
-            if isinstance(value, (list, tuple, dict))
+            if isinstance(value, (list, dict))
+            or (isinstance(value, tuple) and any(isinstance(one, Tensor) for one in value))
             else tuple(own[key].numel() if isinstance(own[key], Tensor) else 1 for own in states)
             for key, value in states[0].items()
             if key in states[1]
@@ -289,8 +293,8 @@ class Probe:
         if options.get("fused"):
             options["fused"] = None  # not on meta
         for (shape, dtype), label in labels.items():
-            steps = dtype.is_floating_point or dtype.is_complex  # others never have gradients
-            stand_in = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), steps)
+            has_gradient = dtype.is_floating_point or dtype.is_complex
+            stand_in = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), has_gradient)
             try:
                 self.optimizer_class([{"params": [stand_in], **options}], **self.kwargs)
             except Exception as error:

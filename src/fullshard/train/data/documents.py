@@ -27,7 +27,7 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         ConfigError: the file cannot be read, or needs a package that is not installed.
     """
-    decompress = _DECOMPRESS.get(path.suffix, bytes)
+    decompress = _DECOMPRESS.get(path.suffix.lower(), bytes)
     try:
         return decompress(path.read_bytes())
     except ImportError as error:
@@ -253,7 +253,7 @@ def find(data: str | None) -> tuple[Path, list[Path]]:
     Files of runs are left out, because a run may lie in the folder of its text.
 
     Raises:
-        ConfigError: there is no such file or folder.
+        ConfigError: there is no such file or folder, or it is the folder of a run.
     """
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -264,7 +264,13 @@ def find(data: str | None) -> tuple[Path, list[Path]]:
             raise ConfigError(f"--data {data}: there is no such file or folder")
         files = [root] if root.is_file() else [p for p in root.rglob("*") if _is_visible(p, root)]
         runs = {path.parent for path in files if path.name == LOCK}
-        files = [path for path in files if runs.isdisjoint(path.parents)]
+        if root in runs:
+            raise ConfigError(
+                f"--data {data}: is the folder of a run, as it has {LOCK}; give another folder, or "
+                "remove this file"
+            )
+        if runs:
+            files = [path for path in files if runs.isdisjoint(path.parents)]
     return root, files
 
 
@@ -370,7 +376,7 @@ def _documents(records: Records, name: str, bad: BadRecords) -> Iterator[Documen
 
 def _text(path: Path, name: str, left_out: dict[Path, str]) -> list[Document]:
     """Return the file as one document; if it is not text, add it to ``left_out``."""
-    if path.suffix in _ARCHIVES:
+    if path.suffix.lower() in _ARCHIVES:
         left_out[path] = "an archive: unpack it"
         return []
     try:

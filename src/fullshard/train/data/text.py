@@ -102,7 +102,8 @@ class TokenizedText:
         """
         vocabulary = self.tokenizer.get_vocab()
         counts = np.zeros(max(vocabulary.values()) + 1)
-        if not vocabulary.get(END) == self.end == 0:  # as in each tokenizer that was trained here
+        is_ours = vocabulary.get(END) == self.end == 0  # so in each tokenizer that was trained here
+        if not is_ours:
             held_out = self.held_out
             learned = len(held_out.tokens) if held_out.learned is None else held_out.learned.sum()
             counts[:] = held_out.nbytes / max(1, learned)

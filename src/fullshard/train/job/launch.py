@@ -162,7 +162,7 @@ def _wait(
 ) -> None:
     """Wait for all workers; end them some time after a signal.
 
-    Unless the job ``keeps_going`` by then, end them after a failure, too.
+    After a failure, end them too, unless ``keeps_going()``.
 
     ``got`` are the signals that workers got from this process.
     """

@@ -181,7 +181,7 @@ def _check_extras(config: TrainConfig) -> None:
     if config.quantize is not None:
         imported("bitsandbytes", "--quantize", extra="qlora")
     check_tracker(config)
-    if config.export is not None and Path(config.export).exists():
+    if config.export is not None and os.path.exists(config.export):
         raise ConfigError(f"--export {config.export}: is there already; give a new folder")
     if config.export is not None:
         target, out = Path(config.export).resolve(), Path(config.out).resolve()
@@ -189,9 +189,9 @@ def _check_extras(config: TrainConfig) -> None:
             raise ConfigError(
                 f"--export {config.export}: the run will be there or below; give another folder"
             )
-        above = next(one for one in target.parents if one.exists())
-        if not os.access(above, os.W_OK):
-            raise ConfigError(f"--export {config.export}: {above} cannot be written")
+        above = next(one for one in target.parents if os.path.exists(one))
+        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+            raise ConfigError(f"--export {config.export}: no folder can be made in {above}")
     if config.data is not None and Path(config.data).resolve() == Path(config.out).resolve():
         raise ConfigError(f"--out {config.out}: the text is there; give another folder")
 

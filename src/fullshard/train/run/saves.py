@@ -113,7 +113,7 @@ class Saves:
         return life.load([*self._all, self._kept_best] if resumes else [], model, optimizer)
 
     def forget(self) -> None:
-        """Remove the checkpoints in memory, which are on the disk too or belong to no run."""
+        """Remove the checkpoints in memory: they are on the disk too, or no run needs them."""
         dist.barrier()
         shutil.rmtree(self._memory, ignore_errors=True)
         dist.barrier()

@@ -53,14 +53,14 @@ def save_adapters(
         dtype: dtype of the written weights; None: unchanged.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    whole: dict[str, Tensor] = {}
+    full: dict[str, Tensor] = {}
     for layer in _layers(model):
         with unshard_params(layer, writeback=False):
             if world.is_first:
-                whole |= {
+                full |= {
                     f"{names[id(layer)]}.{name}": parameter.detach().to("cpu", dtype, copy=True)
                     for name, parameter in layer.named_parameters()
                     if parameter.requires_grad
                 }
     if world.is_first:
-        model.save_pretrained(folder, state_dict=whole)
+        model.save_pretrained(folder, state_dict=full)
