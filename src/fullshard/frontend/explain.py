@@ -121,7 +121,7 @@ def _sharded_among(
     first: tuple[Place, Unit] | None = None
     for place, unit in owned_places():
         shown = place.module._parameters.get(place.name)
-        if shown is None:  # a flat parameter stands for it
+        if shown is None:  # it is a part of a flat parameter
             shown = vars(place.module).get(place.name)
         is_running = place.module in running
         if any(_is_from(one, shown, is_running=is_running) for one in tensors):
