@@ -4,7 +4,7 @@
 reads them into a model of any layout on any number of ranks, verified; ``Checkpointer`` does both
 in a training loop.
 
-A full state dict holds full plain tensors, by default on the first rank only; a sharded one holds
+A full state dict holds plain tensors, by default on the first rank only; a sharded one holds
 this rank's shards as DTensors. ``full_state_dict``, ``sharded_state_dict``, ``load_...`` and their
 ``optim`` counterparts make and load dictionaries. ``torch.distributed.checkpoint`` writes and
 reads the sharded ones, too (load with ``LoadPlanner``).

@@ -250,7 +250,7 @@ def _other_splits(names: Mapping[Path, str]) -> dict[Path, str]:
 def find(data: str | None) -> tuple[Path, list[Path]]:
     """Return the file or folder of ``data``, see ``collect``, and its visible files.
 
-    Files of runs are left out, because a run may lie in the folder of its text.
+    Files of runs are left out: by default a run writes below the current folder.
 
     Raises:
         ConfigError: there is no such file or folder, or it is the folder of a run.
