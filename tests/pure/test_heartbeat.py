@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -158,6 +158,48 @@ def test_a_process_that_lives_is_never_lost_for_its_silence(
     process.kill()
     until(lambda: sign.has_ended)
     assert no_report() == (DEAD, True)
+
+
+class Counting:
+    """A store that counts the requests that reads make."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+def test_looks_at_a_process_of_this_host_ask_the_store_once(other: Other) -> None:
+    process, sign = other
+    counting = Counting()
+    counting.store.set("fullshard/heartbeat/1", " ".join(map(str, sign)))
+    liveness = Liveness(cast(dist.Store, counting))
+    for _ in range(100):
+        assert not liveness.lost([1])
+    process.kill()
+    until(lambda: bool(liveness.lost([1])))
+    assert liveness.lost([1]) == {1: DEAD}
+    assert counting.requests == 2
+
+
+def test_looks_at_other_hosts_ask_the_store_once_a_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FULLSHARD_PATIENCE_S", "0.2")  # lost after 1.2 s of silence
+    counting = Counting()
+    liveness = Liveness(cast(dist.Store, counting))
+    began_s = time.monotonic()
+    for number in range(5):  # signs of life that the looks find
+        counting.store.set("fullshard/heartbeat/1", f"elsewhere 1 1 {number}")
+        while time.monotonic() < began_s + 0.3 * (number + 1):
+            assert not liveness.lost([1])
+    until(lambda: bool(liveness.lost([1])))
+    taken_s = time.monotonic() - began_s
+    assert taken_s >= 1.2 + 1.2
+    assert counting.requests <= 2 * (1 + taken_s / 0.2)
 
 
 def test_a_store_that_fails_for_a_while_does_not_end_the_signs(

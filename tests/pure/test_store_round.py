@@ -12,7 +12,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from fullshard.comm import store_round
+from fullshard.comm import consensus, store_round
+from fullshard.comm.consensus import Consensus
+from fullshard.comm.liveness import DEAD
 from fullshard.comm.own_store import OwnStore
 from fullshard.comm.store_round import StoreRound
 from fullshard.errors import LostRankError
@@ -222,3 +224,20 @@ def test_few_requests_find_the_few_that_are_missing(world: int, missing: int) ->
     assert now.published(range(world)) == {r: f"{r}" for r in range(world) if r not in lost}
     checks = asked.check.call_count
     assert checks <= 1 + 8 * 4 * len(lost), "one check, and 8 on each of 4 levels per missing rank"
+
+
+@pytest.mark.parametrize("has_decided", [True, False])
+def test_a_first_rank_that_decides_and_then_ends_is_not_lost(
+    has_decided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may do both between two requests of a rank that looks for its process."""
+    members = consensus._Members(None, "save")
+    members.rank, members.world = 1, 2
+    monkeypatch.setattr(consensus, "_members", lambda _: members)
+    monkeypatch.setattr(consensus.Liveness, "lost", lambda *_: {0: DEAD})
+    one = Consensus("save", "save", "a checkpoint")
+    if has_decided:
+        one._look_for_life(lambda: [])
+        return
+    with pytest.raises(LostRankError, match="rank 0 ended"):
+        one._look_for_life(lambda: [0])

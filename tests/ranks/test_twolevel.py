@@ -6,7 +6,7 @@ import copy
 import gc
 import os
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -93,6 +93,22 @@ def test_gathers_and_means(pool: RankPool, hosts: str, dtype: torch.dtype) -> No
     assert max(worst for worst, _ in results) <= allowed[dtype]
     for _, means in results[1:]:
         assert all(map(torch.equal, means, results[0][1]))
+
+
+def schedulers(hosts: str) -> tuple[set[int], set[int]]:
+    """Return the policies of the threads that new groups start, and of the training thread."""
+    before = set(os.listdir("/proc/self/task"))
+    wire_on(hosts)
+    policies = set()
+    for thread in set(os.listdir("/proc/self/task")) - before:
+        with suppress(ProcessLookupError):
+            policies.add(os.sched_getscheduler(int(thread)))
+    return policies, {os.sched_getscheduler(0)}
+
+
+def test_threads_of_exchanges_between_hosts_do_not_interrupt_training(pool: RankPool) -> None:
+    for started, training in pool.run(4, schedulers, "aabb"):
+        assert os.SCHED_BATCH in started and os.SCHED_BATCH not in training
 
 
 def several_together(hosts: str) -> bool:

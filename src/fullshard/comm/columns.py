@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -66,8 +66,28 @@ class OwnGroups(NamedTuple):
             return [made[sender % len(made)] for sender in range(len(hosts))]
 
         world = sum(map(len, hosts))
-        everyone = _world.own_gloo_group(f"{name}/all", rank, world, timeout, stall)
-        return cls(everyone, column("gathers"), column("reductions"))
+        with _new_threads_never_preempt():
+            everyone = _world.own_gloo_group(f"{name}/all", rank, world, timeout, stall)
+            return cls(everyone, column("gathers"), column("reductions"))
+
+
+@contextmanager
+def _new_threads_never_preempt() -> Iterator[None]:
+    """Let threads that start in this block leave a busy core to what runs on it.
+
+    Gloo wakes a thread for every few packets. With two ranks or more a core, each wake-up would
+    interrupt the training of a rank. ``SCHED_BATCH`` needs no privilege.
+    """
+    is_usual = os.sched_getscheduler(0) == os.SCHED_OTHER  # others may need a privilege to return
+    try:
+        with suppress(OSError):  # refused in some sandboxes: slower, no less right
+            if is_usual:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        yield
+    finally:
+        if is_usual:
+            with suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 class EventFd:

@@ -5,11 +5,11 @@ of them may fail or die. A consensus lets all ranks learn what the first rank de
 failed and why.
 
 Every process has a heartbeat from its first consensus on. A rank whose process ends is named at
-once if it runs on this host, else after six times ``FULLSHARD_PATIENCE_S``. A live process on this
-host is waited for up to the time-out, even without a heartbeat. Decisions are recorded in a ledger
-of issued operations. So if two ranks wait for each other, one in a consensus and one in a training
-step for example, the watch sees it and ends both waits. Without a watch, a live rank that does not
-come is named after the time-out of the store, which is that of ``init_process_group``.
+once if it runs on this host, else after six to seven times ``FULLSHARD_PATIENCE_S``. A live process
+on this host is waited for up to the time-out, even without a heartbeat. Decisions are recorded in a
+ledger of issued operations. So if two ranks wait for each other, one in a consensus and one in a
+training step for example, the watch sees it and ends both waits. Without a watch, a live rank that
+does not come is named after the time-out of the store, which is that of ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -205,7 +205,7 @@ class Consensus:
                 now_s = time.monotonic()
                 if now_s - looked_s > BEAT_S:
                     looked_s = now_s
-                    self._look_for_life(missing())
+                    self._look_for_life(missing)
                 if now_s - began_s > limit_s:
                     raise LostRankError(
                         f"{named_ranks(late := missing())} {'is' if len(late) == 1 else 'are'} "
@@ -222,8 +222,11 @@ class Consensus:
         timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
         return timeout.total_seconds()
 
-    def _look_for_life(self, ranks: Sequence[int]) -> None:
-        lost = self._liveness.lost(ranks)
+    def _look_for_life(self, missing: Missing) -> None:
+        lost = self._liveness.lost([0] if self.rank else missing())
+        if lost:  # a rank may have ended after its part
+            still = missing()
+            lost = {rank: why for rank, why in lost.items() if rank in still}
         for rank, why in lost.items():
             if why == DEAD:
                 error, ledger = LostRankError(f"the process of rank {rank} ended"), self._watched

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fullshard.comm.heartbeat import BEAT_S, Beat, last_beat, silence_s
+from fullshard.comm.heartbeat import BEAT_S, Beat, last_beat, patience_s, silence_s
 from fullshard.errors import FullshardError, LostRankError
 
 __all__ = ["DEAD", "STOPPED", "Liveness", "NoReport", "exit_reason_key", "losing_ranks"]
@@ -46,6 +46,7 @@ class Liveness:
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self._seen: dict[int, tuple[int, float]] = {}  # rank: number of a beat, first seen
+        self._read: dict[int, tuple[Beat | None, float]] = {}  # by ``lost``: when to read it again
 
     def is_dead(self, rank: int) -> bool:
         """Return whether ``rank`` reported its exit, or ran on this host and has ended."""
@@ -89,13 +90,20 @@ class Liveness:
 
         A process of this host that runs is not lost, however long it is silent. An exit reason
         alone does not count: a background thread may still work for a rank that ends its program.
+
+        Call it often: it asks the store for a rank's heartbeat only once every ``patience_s()``,
+        and not at all once it has seen the process run on this host.
         """
         found = {}
         for rank in ranks:
-            beat = last_beat(self._store, rank)
+            beat, next_s = self._read.get(rank, (None, 0.0))
+            is_due = time.monotonic() >= next_s and not (beat is not None and beat.is_running)
+            if is_due:
+                beat = last_beat(self._store, rank)
+                self._read[rank] = beat, time.monotonic() + patience_s()
             if beat is not None and beat.has_ended:
                 found[rank] = DEAD
-            elif not (beat is not None and beat.is_running):
+            elif is_due and not (beat is not None and beat.is_running):
                 no_report = self._silent(rank, beat, "had no heartbeat")
                 if no_report.is_final:
                     found[rank] = no_report.why
