@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 
@@ -180,3 +181,24 @@ def test_a_store_that_is_out_of_reach_is_told_once(
     assert "was lost (the store does not answer: No route to host)" in said
     store.set("a", "1")  # works again once the store can be reached
     assert "lost and made anew" in caplog.messages[1]
+
+
+def test_a_value_is_awaited_on_another_connection() -> None:
+    server = dist.TCPStore(HOST, 0, 1, True)
+    own = OwnStore(server)
+    with pytest.raises(dist.DistStoreError):
+        own.get_within("none", timedelta(milliseconds=50))
+    with ThreadPoolExecutor(1) as thread:
+        value = thread.submit(own.get_within, "late", timedelta(seconds=30))
+        assert not own.check(["late"])  # while the other thread waits
+        own.set("late", "here")
+        assert value.result() == b"here"
+
+
+def test_a_wait_leaves_the_time_out_of_a_store_without_connections() -> None:
+    """Such a store is the one that the program uses, too."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=77))
+    store.set("key", "value")
+    assert OwnStore(store).get_within("key", timedelta(seconds=5)) == b"value"
+    assert store.timeout == timedelta(seconds=77)

@@ -72,12 +72,27 @@ class OwnStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
         """See PyTorch; waits on another connection, so other threads are not held up."""
+        self._on_waiter(lambda store: store.wait(keys, timeout))
+
+    def get_within(self, key: str, timeout: timedelta) -> bytes:
+        """Return the value of ``key`` as soon as it is there; waits like ``wait``."""
+
+        def work(store: dist.Store) -> bytes:
+            if store is self._store:  # without connections, and perhaps the user's own
+                store.wait([key], timeout)
+            else:
+                store.set_timeout(timeout)  # of this connection
+            return store.get(key)
+
+        return self._on_waiter(work)
+
+    def _on_waiter(self, work: Callable[[dist.Store], _T]) -> _T:
         try:
             waiter = self._waiters.pop()
         except IndexError:
             waiter = self._waiter()
         try:
-            waiter._done(lambda store: store.wait(keys, timeout))
+            return waiter._done(work)
         finally:
             self._waiters.append(waiter)
 

@@ -11,9 +11,12 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+
+from fullshard.comm.own_store import OwnStore
 
 Missing = Callable[[], list[int]]
 """Asks the store which ranks have not published yet."""
@@ -82,10 +85,12 @@ class StoreRound:
 
     def decision(self, look: Callable[[], object]) -> str:
         """Wait for the decision and return it; ``look``, called from time to time, may raise."""
-        with _Blocked(self._store, [self._decision_key]) as blocked:
+        key = self._decision_key
+        with _Blocked(self._store, [key], partial(_get_within, self._store, key)) as blocked:
             while not blocked.ends_within(_LOOK_S):
                 look()
-        return self._joined(self._decision_key, self._store.get(self._decision_key).decode())
+        head = self._store.get(key) if blocked.value is None else blocked.value
+        return self._joined(key, head.decode())
 
     def forget(self, ranks: Iterable[int] = (), *, decision: bool = False) -> None:
         """Delete the texts of ``ranks``, and the decision if asked for.
@@ -153,12 +158,27 @@ def multi_get(store: Any, keys: list[str]) -> list[str]:
     return [value.decode() for value in found]
 
 
+def _get_within(store: dist.Store, key: str, timeout: timedelta) -> bytes:
+    if isinstance(store, OwnStore):
+        return store.get_within(key, timeout)
+    store.wait([key], timeout)
+    return store.get(key)
+
+
 class _Blocked:
     """A request that blocks until all keys are there, in a thread, so its caller can give up."""
 
-    def __init__(self, store: dist.Store, keys: list[str]) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        keys: list[str],
+        request: Callable[[timedelta], bytes | None] | None = None,
+    ) -> None:
+        """``request``: blocks until then, or for a time; None: a plain wait."""
         self._store = store
         self._keys = keys
+        self._request = request or partial(store.wait, keys)
+        self.value: bytes | None = None  # what the request returned
         self._error: Exception | None = None
         self._is_given_up = False
         self._ended = threading.Event()
@@ -191,7 +211,7 @@ class _Blocked:
         try:
             while not self._is_given_up:
                 with contextlib.suppress(dist.DistStoreError):  # such as at the end of its time
-                    self._store.wait(self._keys, timedelta(seconds=_BLOCK_S))
+                    self.value = self._request(timedelta(seconds=_BLOCK_S))
                     break
         except Exception as error:
             self._error = error

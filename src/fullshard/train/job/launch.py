@@ -85,7 +85,7 @@ def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> Non
                 "TORCHELASTIC_ERROR_FILE": error_file,
             }
             workers.append(subprocess.Popen([sys.executable, *arguments], env=common | own))
-        _wait(workers, got, keeps_going=lambda: store is not None and store.check([JOINED]))
+        ended = _wait(workers, got, keeps_going=lambda: store is not None and store.check([JOINED]))
         if got:
             raise SignalException("interrupted", signal.Signals(got[0]))
         failures = {
@@ -95,6 +95,9 @@ def start_workers(nproc: int, *arguments: str, keeps_going: bool = False) -> Non
         }
         if not failures or (keeps_going and len(failures) < nproc):
             return
+        for rank in ended:  # by a signal of this process; one that failed before has a record
+            if rank in failures and failures[rank].exitcode < 0:
+                del failures[rank]
         if keeps_going:
             # A killed worker wrote no record; those of the others say why they could not go on.
             recorded = {rank: one for rank, one in failures.items() if Path(errors[rank]).exists()}
@@ -159,14 +162,15 @@ def _handing_on(workers: Sequence[_Worker]) -> Iterator[list[int]]:
 
 def _wait(
     workers: Sequence[_Worker], got: Sequence[int], *, keeps_going: Callable[[], bool]
-) -> None:
-    """Wait for all workers; end them some time after a signal.
+) -> set[int]:
+    """Wait for all workers, and return the ranks of those that this function ended.
 
-    After a failure, end them too, unless ``keeps_going()``.
+    It ends all that run some time after a signal, and, unless ``keeps_going()``, after a failure.
 
     ``got`` are the signals that workers got from this process.
     """
     running = dict(enumerate(workers))
+    ended_here: set[int] = set()
     kill_s = math.inf
     while running:
         time.sleep(_POLL_S)
@@ -182,9 +186,11 @@ def _wait(
             kill_s = time.monotonic() + _GRACE_S
             for one in () if got else running.values():
                 one.terminate()
+            ended_here.update(running)
         if time.monotonic() > kill_s:
             for one in running.values():
                 one.kill()
+    return ended_here
 
 
 def _explain(failures: dict[int, ProcessFailure], config: TrainConfig, run: RunDir) -> int:
@@ -207,10 +213,8 @@ def _failed_at(failure: ProcessFailure) -> int:
     """Return the time of ``failure`` in ns, as a sort key.
 
     A worker killed by a signal sorts first: it recorded no time, and other workers only report
-    that they lost the connection. SIGTERM sorts last: the launcher ends remaining workers with it.
+    that they lost the connection.
     """
-    if failure.exitcode == -signal.SIGTERM:
-        return sys.maxsize
     return int(_details(failure).get("time_ns", 0))
 
 
