@@ -73,10 +73,10 @@ class OwnGroups(NamedTuple):
 
 @contextmanager
 def _new_threads_never_preempt() -> Iterator[None]:
-    """Let threads that start in this block leave a busy core to what runs on it.
+    """Threads that start in this block never interrupt another thread.
 
-    Gloo wakes a thread for every few packets. With two ranks or more a core, each wake-up would
-    interrupt the training of a rank. ``SCHED_BATCH`` needs no privilege.
+    Gloo wakes a thread for every few packets. If all cores are busy, each wake-up would interrupt
+    the training of a rank. ``SCHED_BATCH`` needs no privilege.
     """
     is_usual = os.sched_getscheduler(0) == os.SCHED_OTHER  # others may need a privilege to return
     try:
