@@ -54,7 +54,7 @@ def test_rank_0_knows_the_facts_of_all(pool: RankPool, world: int) -> None:
 
 
 def leave_some_out() -> str:
-    told = exchange("some", timeout_s=0.5)
+    told = exchange("some", timeout_s=3.0)
     if dist.get_rank() % 2:
         return ""
     try:
@@ -66,7 +66,7 @@ def leave_some_out() -> str:
 
 def test_ranks_that_say_nothing_are_named(pool: RankPool) -> None:
     first, *others = pool.run(4, leave_some_out)
-    assert first == "facts: nothing from ranks 1, 3 within 0.5 s"
+    assert first == "facts: nothing from ranks 1, 3 within 3 s"
     assert others == ["", "none is missing", ""]
 
 
