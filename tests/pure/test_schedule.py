@@ -289,6 +289,27 @@ def test_partial_gradients_are_reduced_by_the_pass_that_asks_for_it() -> None:
     assert walk.at_rest
 
 
+def test_ranks_agree_on_secondary_shards_if_an_optimizer_steps_in_backward() -> None:
+    def backward(*, steps_early: bool) -> list[str]:
+        walk = Walk(3, policy=SECONDARY)
+        met = walk.forward()
+        walk.take()
+        task = walk.new_task()
+        walk.root_backward(met, task)
+        for unit, use in met[1:]:
+            walk.unit_backward(unit, use, task)
+            if steps_early:
+                walk.say(when.WeightsChanged())
+        walk.say(when.GradsReady(walk.root, task))
+        walk.say(when.TaskEnd(task))
+        if not steps_early:
+            walk.say(when.WeightsChanged())
+        return [*walk.take(), str(walk.machine.residents.generation)]
+
+    early, late = backward(steps_early=True), backward(steps_early=False)
+    assert early == late and early[-1] == "1"
+
+
 def test_secondary_shards_last_until_backward_came_or_cannot_come() -> None:
     walk = Walk(3, policy=SECONDARY)
     met = walk.forward()

@@ -355,6 +355,29 @@ class ANestedBackwardFailsAndTheOuterOneGoesOn(Case):
         model.tries = False
 
 
+class AHookOfAGradientFails(Fails):
+    """A hook fails between the reductions at the end of backward: the others leave nothing."""
+
+    is_broken = False
+
+    def optimizer(self, model: Any) -> torch.optim.Optimizer:
+        for param in model.blocks[0].parameters():
+            param.register_post_accumulate_grad_hook(self.hook)
+        return super().optimizer(model)
+
+    def hook(self, param: Tensor) -> None:
+        if self.is_broken:
+            raise Trouble
+
+    def fail(self, model: Any, x: Tensor, number: int) -> None:
+        self.is_broken = True
+        loss_of(model(x)).backward()
+
+    def mend(self, model: Any) -> None:
+        super().mend(model)
+        self.is_broken = False
+
+
 class ALossIsForgotten(Case):
     """Dropped losses do not increase the number of live objects."""
 

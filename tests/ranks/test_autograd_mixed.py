@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from tests.ranks.autograd import (
@@ -301,6 +302,31 @@ class AFreezeBetweenForwardAndBackwardTheOtherWay(Case):
 
 class AFreezeBeforeABackwardThatReducesNothing(AFreezeBetweenForwardAndBackwardTheOtherWay):
     reduces = False
+
+
+class AnEvaluationWithoutAdapters(Case):
+    """Between forward and backward, an evaluation runs with some parameters frozen."""
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        loss = loss_of(model(x))
+        frozen = [model.blocks[1].up.weight, *model.blocks[2].parameters(), model.head.bias]
+        for param in frozen:
+            param.requires_grad_(False)
+        with torch.no_grad():
+            model(x)
+        for param in frozen:
+            param.requires_grad_(True)
+        loss.backward()
+
+
+class Repeats(Block):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class ACheckpointedEvaluationWithoutAdapters(AnEvaluationWithoutAdapters):
+    def model(self) -> nn.Module:
+        return Tower(Repeats(), Repeats(), Repeats())
 
 
 class Autocast(Case):

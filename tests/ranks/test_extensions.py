@@ -103,6 +103,25 @@ def test_put_on_plain_tensors(world: int, when: str) -> None:
     assert train(model, plain) < EXACT
 
 
+@on_ranks(2)
+def test_a_reduction_that_gathers_keeps_no_old_weights() -> None:
+    """Gradients wait while wires change; then a reduction makes the unsharded side anew."""
+    plain = make()
+    model: Any = shard(wrapped(Halves))
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    optimizers = [optimizer_of(plain), optimizer_of(model)]
+    for one in (plain, model):
+        one(batch()).square().mean().backward()
+    model.set_separate_reduce_scatter_group()
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with torch.no_grad():
+        assert (model(batch(1)) - plain(batch(1))).abs().max() < EXACT
+
+
 class Both(TwoTensor):
     """Two tensors in one, which are gathered as two, in the memory of the outputs."""
 

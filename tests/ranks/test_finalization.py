@@ -316,6 +316,33 @@ def test_after_a_backward_that_died(async_op: bool) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("broken", ["blocks.0", "head"])
+def test_after_a_finalization_that_failed(async_op: bool, broken: str) -> None:
+    """Everything else is ended, so that the next step needs no ``reset_iter_state``."""
+    plain = make()
+    model = shard(copy.deepcopy(plain))
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    model(batch(7)).sum().backward()
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    hook = model.get_submodule(broken).weight.register_post_accumulate_grad_hook(fail)
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(ZeroDivisionError):
+        finalize(model, async_op)
+    hook.remove()
+    model.zero_grad()
+    model.clear_pending_gradients()
+    for one in (plain, model):
+        one(batch(3)).square().mean().backward()
+    finalize(model, async_op)
+    assert worst_difference(model, plain) <= EXACT
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("how", ["last", "manual", "handle"])
 def test_what_is_under_way_is_not_lost_by_a_cast(how: str) -> None:
     """A cast keeps gradients whose reductions are in flight."""

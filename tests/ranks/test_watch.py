@@ -72,6 +72,9 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
         model = tower(face, layout)
         inner = model.module if isinstance(model, FullyShardedDataParallel) else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        inner.blocks[0].weight.register_post_accumulate_grad_hook(
+            lambda _: raises(_) if inner.fault == "end" else None
+        )
         said = []
         for number in range(6):
             inner.fault = fault if number in (2, 4) and dist.get_rank() == 1 else ""
@@ -192,6 +195,33 @@ def test_a_step_that_fails_on_one_rank_is_left_out_by_all(
                 assert re.search(rf"rank {rank} has waited [\d.]+ s for the gather of unit", one), (
                     one
                 )
+
+
+@pytest.mark.parametrize(("world", "layout", "wire"), [(2, "rows", "1"), (3, "ragged", "0")])
+def test_a_hook_that_fails_at_the_end_of_backward_is_told_on_all(
+    pool: RankPool, world: int, layout: str, wire: str
+) -> None:
+    told = pool.run(world, faulty, "end", "fully_shard", layout, wire)
+    for rank, said in enumerate(told):
+        who = "Trouble: at the end" if rank == 1 else "PeerError: rank 1 failed: "
+        assert len(said) == 2 and all(one.startswith(who) for one in said), said
+        assert rank == 1 or all("at the end of a backward" in one for one in said), said
+
+
+@on_ranks(2)
+def test_an_evaluation_before_the_backward_ends_no_step() -> None:
+    model = tower("fully_shard", "rows")
+    step_of = engine_of(model).steps.step
+    for _ in range(2):
+        loss = model(noise(3, 6)).sum()
+        with torch.no_grad():
+            model(noise(3, 6))
+        assert step_of.is_open
+        loss.backward()
+        assert not step_of.is_open
+        with torch.no_grad():
+            model(noise(3, 6))
+        assert not step_of.is_open
 
 
 def late_for_a_fault(late: list[int], leaves: list[int]) -> list[str]:

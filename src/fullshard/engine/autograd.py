@@ -368,6 +368,7 @@ class Use:
             self.unit.check_not_lent("a backward")
             self._check_readable()
             self.unit.check_not_replaced()
+            self.unit.sync_requires_grad()  # another forward may have run with parameters frozen
             task = backward.task()
             expected = backward.arrivals(self.unit, task).expected
             if expected is None:

@@ -146,10 +146,10 @@ class Engine:
 
     def keep_memory(self, unit: Unit, keep: bool) -> None:
         """Set whether ``unit`` keeps the memory of its unsharded parameters when resharded."""
+        is_sharded = self.scheduler.residents.units[unit.key].residency is Residency.SHARDED
         for bucket in unit.buckets:
             bucket.keeps_memory = keep
-        if not keep and self.scheduler.residents.units[unit.key].residency is Residency.SHARDED:
-            for bucket in unit.buckets:
+            if is_sharded and not keep:
                 bucket.reshard(retained=unit in self.retained)
 
     def policy_of(self, unit: Unit) -> UnitPolicy:
@@ -192,18 +192,6 @@ class Engine:
                 "finalize_backward(async_op=True) returned"
             )
 
-    def check_carrier_runs(self, unit: Unit) -> None:
-        """Refuse a forward of a unit that only a running forward of its carrier makes usable."""
-        carrier = self.scheduler.residents.units[unit.key].carrier
-        if carrier is not None and not carrier.holds & IN_USE:
-            around = self.units[carrier.key].shown_name
-            raise ProtocolError(
-                f"a forward of unit {unit.name}, which ranks may skip and which is therefore "
-                f"gathered with unit {around}, came outside of the forward of {around}: other "
-                f"ranks may not take part. Call it inside of that forward, or call "
-                "set_skip_tolerance(False) on it"
-            )
-
     def forget_interrupted(self, unit: Unit) -> None:
         """Clear the record of an interrupted step if ``unit`` is the root, which was loaded."""
         if unit is self.units[-1]:
@@ -227,23 +215,32 @@ class Engine:
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
         if type(trigger) in _ENDS:
-            was_open = self.steps.step.is_open
-            try:
-                self.act_all(actions, to_the_end=True)
-                if not self.scheduler.in_backward:
-                    self.retained.free(at_once=type(trigger) is when.Reset)
-            finally:
-                if type(trigger) is when.Reset:
-                    self.steps.step.drop()
-                elif not self.scheduler.in_backward:
-                    failed = type(trigger) is when.TaskDied
-                    self.steps.end(failed=failed, trained=not failed)
-            if was_open and type(trigger) is when.TaskEnd:
-                self.steps.step.era.check()  # the others drop this step, and raise
+            self._end(type(trigger), actions)
         elif actions:
             self.act_all(actions, to_the_end=False)
         if type(trigger) is when.UserReshard:
             self.retained.free()
+
+    def _end(self, kind: type[Trigger], actions: Sequence[Action]) -> None:
+        """Carry out all ``actions`` of a trigger that ends something, then end the step with it."""
+        step = self.steps.step
+        failed, error, was_open = kind is when.TaskDied, None, step.is_open
+        try:
+            self.act_all(actions, to_the_end=True)
+            if not self.scheduler.in_backward:
+                self.retained.free(at_once=kind is when.Reset)
+        except BaseException as raised:
+            if not isinstance(raised, ProtocolError):  # which all ranks raise
+                failed, error = True, raised
+                step.left("at the end of a backward")
+            raise
+        finally:
+            if kind is when.Reset:
+                step.drop()
+            elif not self.scheduler.in_backward and (failed or kind is when.TaskEnd):
+                self.steps.end(error, failed=failed, trained=not failed)
+        if was_open and kind is when.TaskEnd:
+            step.era.check()  # the others drop this step, and raise
 
     def run_dry(self, lanes: Lanes) -> None:
         """Run from now on with parameters on the meta device, on ``lanes`` where nothing happens.
@@ -297,39 +294,38 @@ class Engine:
                 "backward of the model. Call it when that backward has ended"
             )
         with unchecked(self.backward.lock):
-            self._enter(unit, member, inputs)
-
-    def _enter(self, unit: Unit, member: int, inputs: Iterable[Tensor]) -> None:
-        self.check_awaited("a forward")
-        self.check_carrier_runs(unit)
-        task = self.backward.task()
-        if task == NO_TASK:  # otherwise a thread of autograd, in which no optimizer steps
-            if self._is_in_forward_elsewhere():
-                raise BusyError(
-                    f"a forward of unit {unit.shown_name} was called while another thread is in a "
-                    "forward of the model. Call the model from one thread at a time"
-                )
-            self.steps.thread = threading.get_ident()
-        if self.scheduler.idle:
-            self.retained.free()
-            check_lent_alike(self.units, "a forward")
-            self.prepare(self.units)
-            if task == NO_TASK:
-                self.steps.begin()
-        try:
-            self.trigger(when.ForwardEnter(unit.key, member, task))
-        except BaseException:
-            self._exit(unit, member, Follows.NOTHING, failed=True)
-            raise
-        number = self.scheduler.current_use
-        use = self._uses.get(unit.key)
-        if use is not None and use.number == number:
+            self.check_awaited("a forward")
+            carrier = self.scheduler.residents.units[unit.key].carrier
+            if carrier is not None and not carrier.holds & IN_USE:
+                raise unit.called_outside(self.units[carrier.key])
+            task = self.backward.task()
+            if task == NO_TASK:  # otherwise a thread of autograd, in which no optimizer steps
+                if self._is_in_forward_elsewhere():
+                    raise BusyError(
+                        f"a forward of unit {unit.shown_name} was called while another thread is "
+                        "in a forward of the model. Call the model from one thread at a time"
+                    )
+                self.steps.thread = threading.get_ident()
+            if self.scheduler.idle:
+                self.retained.free()
+                check_lent_alike(self.units, "a forward")
+                self.prepare(self.units)
+                if task == NO_TASK:
+                    self.steps.begin()
+            try:
+                self.trigger(when.ForwardEnter(unit.key, member, task))
+            except BaseException:
+                self._exit(unit, member, Follows.NOTHING, failed=True)
+                raise
+            number = self.scheduler.current_use
+            use = self._uses.get(unit.key)
+            if use is not None and use.number == number:
+                use.begin(inputs)
+                return
+            use = self._uses[unit.key] = Use(self.backward, unit, number)
             use.begin(inputs)
-            return
-        use = self._uses[unit.key] = Use(self.backward, unit, number)
-        use.begin(inputs)
-        if task == NO_TASK:
-            use.watch()
+            if task == NO_TASK:
+                use.watch()
 
     def exit(self, unit: Unit, member: int, outputs: Iterable[Tensor], *, failed: bool) -> None:
         """Exit the forward of ``member`` of ``unit``, which ended or was left by an exception."""
@@ -359,8 +355,10 @@ class Engine:
         if failed and not _autograd.ends_recomputation(sys.exception()):
             self.steps.step.left(f"in the forward of unit {unit.shown_name}")
         self.trigger(when.ForwardExit(unit.key, member, task, follows, failed))
-        if self.scheduler.idle and task == NO_TASK and follows is Follows.NOTHING:
-            self.steps.end(sys.exception(), failed=failed)
+        if self.scheduler.idle and task == NO_TASK:
+            self.steps.step.expects_backward |= follows >= Follows.BACKWARD
+            if failed or not self.steps.step.expects_backward:
+                self.steps.end(sys.exception(), failed=failed)
 
     def _drop_step(self) -> None:
         """Drop all gradients and start over, as all ranks do after a fault on one of them."""
@@ -386,8 +384,7 @@ class Engine:
                 if not unit.is_lent:
                     self.take_over(unit)
                     unit.check_ready(with_memory=not self.is_dry)
-                    for bucket in unit.buckets:
-                        bucket.sync_requires_grad()
+                    unit.sync_requires_grad()
 
     def rewritten(self, unit: Unit) -> None:
         """Mark copies of ``unit`` as stale after writes to its shards that nothing else notices.
@@ -436,8 +433,9 @@ class Engine:
         """Carry out ``actions`` in order; ``to_the_end``: all of them, even if one fails.
 
         The scheduler never repeats the actions that end a forward or backward. Once another
-        rank may be gone, only the actions that communicate are skipped. The first failure is raised
-        at the end.
+        rank may be gone, the actions that communicate are skipped. Gradients of skipped and failed
+        actions are dropped: nothing may add them to those of a later backward. The first failure
+        is raised at the end.
         """
         if not actions:
             return
@@ -446,17 +444,22 @@ class Engine:
         act = self._act if self.observer is None else self._act_observed
         with torch.no_grad(), _autograd.outside_of_transforms():
             for action in actions:
-                if is_apart and not action.op.is_local:
-                    continue
-                try:
-                    act(action)
-                except Exception as error:
-                    if not to_the_end:
-                        raise
-                    failure = failure or error
-                    is_apart = not isinstance(failure, ProtocolError)
-            if not is_apart and self._unread and not self.scheduler.in_backward:
+                if not is_apart or action.op.is_local:
+                    try:
+                        act(action)
+                        continue
+                    except Exception as error:
+                        if not to_the_end:
+                            raise
+                        failure = failure or error
+                        is_apart = not isinstance(failure, ProtocolError)
+                if action.unit is not None:
+                    for gradients in self.units[action.unit].gradients():
+                        gradients.abandon()
+            if self._unread and (is_apart or not self.scheduler.in_backward):
                 unread, self._unread = self._unread, []
+                for gradients in unread if is_apart else ():
+                    gradients.abandon()
                 resolve_presence(dict.fromkeys(unread), self.lanes)
             if failure is not None:
                 raise failure
@@ -526,6 +529,7 @@ def _wait(engine: Engine, unit: Unit) -> None:
         engine.steps.run(partial(_unshard, is_retry=True), engine, unit)
     for bucket in unit.buckets:
         bucket.materialized.finish()
+    unit.sync_requires_grad()
     unit.registration.show_unsharded(unit.buckets)
 
 
@@ -541,11 +545,6 @@ def _conceal(_: Engine, unit: Unit) -> None:
     for bucket in unit.buckets:
         bucket.keep_requires_grad()
     unit.registration.show_sharded(unit.buckets)
-
-
-def _retain(engine: Engine, unit: Unit) -> None:
-    """Keep the unsharded memory of the unit when it is resharded, see ``Op.RETAIN``."""
-    engine.retained.add(unit)
 
 
 def _reshard(engine: Engine, unit: Unit, *, to_secondary: bool = False) -> None:
@@ -573,6 +572,7 @@ def _each(
         for bucket in unit.buckets if may_wait else ():
             if bucket.unsharded is None:
                 _materialize(engine, unit, bucket)
+                bucket.reshard()  # all-gather hooks have gathered
         for gradients in unit.gradients():
             act(gradients)
 
@@ -584,7 +584,7 @@ _ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
     Op.WAIT: _wait,
     Op.FINISH_GATHER: _finish_gather,
     Op.CONCEAL: _conceal,
-    Op.RETAIN: _retain,
+    Op.RETAIN: lambda engine, unit: engine.retained.add(unit),
     Op.RESHARD: _reshard,
     Op.RESHARD_TO_SECONDARY: partial(_reshard, to_secondary=True),
     Op.REDUCE_SCATTER: _each(Gradients.start, may_wait=True),
@@ -597,4 +597,4 @@ _ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
 }
 """The function that carries out each action."""
 
-_ENDS = frozenset({when.TaskEnd, when.TaskDied, when.Reset})
+_ENDS = {when.TaskEnd, when.TaskDied, when.Reset, when.Finalize, when.AwaitReductions}

@@ -334,7 +334,8 @@ class Gradients:
             param.grad = None
 
     def abandon(self) -> None:
-        """Forget a reduction that will never end, because of a fault on another rank."""
+        """Drop the gradients of a backward, and forget a reduction that may never end."""
+        self.discard()
         self._unresolved = None
         if self._in_flight is not None:
             self._leave(self._in_flight.source)

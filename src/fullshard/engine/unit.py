@@ -214,6 +214,11 @@ class Unit:
         for wait in self.readers:
             wait()
 
+    def sync_requires_grad(self) -> None:
+        """Freeze and unfreeze the unsharded parameters like the sharded ones, and vice versa."""
+        for bucket in self.buckets:
+            bucket.sync_requires_grad()
+
     def gradients(self) -> list[Gradients]:
         """Return the ``Gradients`` of the buckets whose unsharded side has been made."""
         return [bucket.gradients for bucket in self.buckets if bucket.gradients is not None]
@@ -297,6 +302,15 @@ class Unit:
                 f"of unit {self.shown_name} to another rank: do this on rank 0 only, or "
                 "leave the with block first"
             )
+
+    def called_outside(self, carrier: Unit) -> ProtocolError:
+        """Return the error of a forward outside of that of ``carrier``, which makes it usable."""
+        around = carrier.shown_name
+        return ProtocolError(
+            f"a forward of unit {self.name}, which ranks may skip and which is therefore gathered "
+            f"with unit {around}, came outside of the forward of {around}: other ranks may not "
+            "take part. Call it inside of that forward, or call set_skip_tolerance(False) on it"
+        )
 
     def check_not_replaced(self) -> None:
         """Check before a backward that the unsharded parameters are those that the forward read.

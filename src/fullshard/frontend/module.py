@@ -324,7 +324,11 @@ class FSDPModule(CommunicationControls):
         if engine.scheduler.last_use < 0:
             return GradientReductionHandle() if async_op else None
         _check_may_finalize(unit, engine)
-        engine.trigger(when.Finalize(waits=not async_op))
+        try:
+            engine.trigger(when.Finalize(waits=not async_op))
+        except BaseException:
+            engine.trigger(when.AwaitReductions())  # there is no handle to do so
+            raise
         return GradientReductionHandle(engine) if async_op else None
 
     def set_prefetch_budget(self, nbytes: int | None, *, recurse: bool = True) -> None:

@@ -57,6 +57,7 @@ class Scheduler:
         self._back = Prefetcher(self.residents)
         self._tasks = Tasks()
         self.reductions = Reductions()
+        self._has_new_weights = False  # they changed in a backward that still runs
 
     def add(self, *units: UnitState) -> None:
         """Register units."""
@@ -329,6 +330,7 @@ class Scheduler:
             self._reduce_waiting(out)
         if self.policy.is_last_backward and not manual:
             self.reductions.finish(out)
+        self._take_new_weights()
 
     def _task_died(self, event: when.TaskDied, out: Actions) -> None:
         task = self._tasks.pop(event.task, None) or Task(0)
@@ -346,6 +348,7 @@ class Scheduler:
         for state in self.residents.units.values():
             if not state.holds & Hold.FORWARD:
                 self.residents.release(state, _BACKWARD_DONE | Hold.KEEP, out)
+        self._take_new_weights()
 
     def _reduce(self, state: UnitState, task: Task, out: Actions) -> None:
         task.dealt_with.add(state.key)
@@ -382,7 +385,18 @@ class Scheduler:
         self.residents.release(state, Hold.USER if state.holds & IN_USE else _NOT_IN_USE, out)
 
     def _weights_changed(self, event: when.WeightsChanged, out: Actions) -> None:
-        self.residents.generation += 1
+        self._has_new_weights = True
+        if not self._tasks:
+            self._take_new_weights()
+
+    def _take_new_weights(self) -> None:
+        """Count a change of weights; during a backward put it off.
+
+        An optimizer may step in hooks of gradients, which ranks call at different moments. They
+        must agree on whether a gather in this backward may read a secondary shard.
+        """
+        self.residents.generation += self._has_new_weights
+        self._has_new_weights = False
 
     def _set_policy(self, event: when.SetPolicy, out: Actions) -> None:
         state = self._units[event.unit]
@@ -401,6 +415,7 @@ class Scheduler:
     def _reset(self, event: when.Reset, out: Actions) -> None:
         self._stack.clear()
         self._tasks.clear()
+        self._take_new_weights()
         self.iteration = None
         self._learned.clear()  # ranks interrupted at different places learned different orders
         for guesses in (self._ahead, self._back):

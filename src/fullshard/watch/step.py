@@ -52,6 +52,8 @@ class Step:
 
     is_open: bool = False
     """True from the start of a forward to the end of its backward."""
+    expects_backward: bool = False
+    """True once a forward of the step has ended whose backward may come."""
     is_abandoned: bool = False
     """True if the step is open and other engines have trained since: its output was discarded."""
     failure: Failure | None = None
@@ -103,6 +105,7 @@ class Step:
             self.era.raise_deferred()
             self.domain.refuse_aborted()
             self.is_open, self.number = True, next(_numbers)
+            self.expects_backward = False
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
