@@ -148,6 +148,12 @@ def test_each_finding_has_a_case_and_is_told_in_the_docs() -> None:
     assert [name for name in sorted(told) if f"`{name}`" not in page] == []
 
 
+def test_hosts_of_one_name_are_two() -> None:
+    ranks = [a_rank(0), a_rank(1), a_rank(2, a_host(key="ff"), num_threads=8)]
+    found = named(ranks)["uneven_hosts"]
+    assert "2 on one, 1 on one" in found.what
+
+
 def test_nothing_is_found_where_all_is_well() -> None:
     assert findings_of(WELL) == findings_of(two_hosts()) == findings_of(with_gpus("a", "b")) == []
 

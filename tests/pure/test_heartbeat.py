@@ -79,16 +79,30 @@ def test_another_process_with_its_number_says_nothing_of_it() -> None:
     assert seen(sign._replace(began="1")) == (False, False, False)
 
 
+def test_a_name_that_is_cut_inside_a_letter_ends_no_signs(other: Other) -> None:
+    def named(name: bytes) -> None:
+        Path(f"/proc/{os.getpid()}/comm").write_bytes(name)
+
+    name = Path(f"/proc/{os.getpid()}/comm").read_bytes()
+    named("entraînement-à-é".encode()[:15])
+    try:
+        with pytest.raises(UnicodeDecodeError):
+            Path("/proc/self/stat").read_text()
+        assert heartbeat._process("self")[::2] == heartbeat._process(str(os.getpid()))[::2]
+    finally:
+        named(name)
+
+
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM])
 def test_a_process_that_cannot_be_looked_at_is_not_dead(
     other: Other, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     sign, read = other[1], Path.read_text
 
-    def refused(path: Path, *args: Any) -> str:
+    def refused(path: Path, *args: Any, **options: Any) -> str:
         if path.name == "stat":
             raise OSError(code, os.strerror(code))  # Python picks the subclass for the code
-        return read(path, *args)
+        return read(path, *args, **options)
 
     monkeypatch.setattr(Path, "read_text", refused)
     assert seen(sign) == (False, False, False)
@@ -123,7 +137,7 @@ def test_a_namespace_without_its_own_proc() -> None:
 
 
 def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: Path, *_: Any) -> str:
+    def missing(path: Path, *_: Any, **__: Any) -> str:
         raise FileNotFoundError(errno.ENOENT, str(path))
 
     monkeypatch.setattr(Path, "read_text", missing)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fullshard._torch import device as _device
 from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.ledger import KEPT, Ledger, Wait, ledger_of, ledgers
+from fullshard.comm.mesh import choose_wire, collectives_of_group
 from fullshard.comm.protocol import Done
 from fullshard.errors import PeerError, ProtocolError
 from fullshard.watch import Step
@@ -339,3 +340,21 @@ def test_devices_are_not_asked_where_that_mode_cannot_be_chosen(
         ledger.issue("gather", "", 8, Done, lambda: driver)
         assert ledger.wait() is None
     assert not driver.is_invalid
+
+
+def test_a_group_has_collectives_for_each_device_type() -> None:
+    class Group:
+        def size(self) -> int:
+            return 2
+
+    group: Any = Group()
+
+    def wire(_: dist.ProcessGroup, device_type: str) -> Any:
+        return device_type
+
+    before = choose_wire(wire)
+    try:
+        kinds = ["cpu", "cuda", "cpu"]
+        assert [collectives_of_group(group, kind) for kind in kinds] == kinds
+    finally:
+        choose_wire(before)

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -195,10 +195,14 @@ def test_a_value_is_awaited_on_another_connection() -> None:
         assert value.result() == b"here"
 
 
-def test_a_wait_leaves_the_time_out_of_a_store_without_connections() -> None:
+@pytest.mark.parametrize("prefixes", [(), ("job",), ("job", "group")])
+def test_a_wait_leaves_the_time_out_of_a_store_without_connections(prefixes: Sequence[str]) -> None:
     """Such a store is the one that the program uses, too."""
-    store = dist.HashStore()
+    store: dist.Store = dist.HashStore()
     store.set_timeout(timedelta(seconds=77))
+    inner = store
+    for prefix in prefixes:
+        store = dist.PrefixStore(prefix, store)
     store.set("key", "value")
     assert OwnStore(store).get_within("key", timedelta(seconds=5)) == b"value"
-    assert store.timeout == timedelta(seconds=77)
+    assert inner.timeout == timedelta(seconds=77)  # type: ignore[attr-defined]

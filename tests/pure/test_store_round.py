@@ -241,3 +241,21 @@ def test_a_first_rank_that_decides_and_then_ends_is_not_lost(
         return
     with pytest.raises(LostRankError, match="rank 0 ended"):
         one._look_for_life(lambda: [0])
+
+
+def test_a_decision_stays_for_a_rank_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be slow, and read the decision before when the first rank no longer waits for it."""
+    members = consensus._Members(None, "save")
+    members.world = 2
+    monkeypatch.setattr(consensus, "_members", lambda _: members)
+    monkeypatch.setattr(consensus.Liveness, "lost", lambda *_: {})
+    one = Consensus("save", "save", "a checkpoint")
+    rounds = [one._round(number) for number in range(1, 5)]
+    for each in rounds[:2]:
+        each.publish(1, '{"value": 1}')
+        assert one.agree(lambda: 0, max) == 1
+    assert not rounds[0].is_decided and rounds[1].is_decided
+    monkeypatch.setattr(Consensus, "limit_s", 0.1)
+    with pytest.raises(LostRankError, match="rank 1 is alive but"):
+        one.agree(lambda: 0, max)
+    assert rounds[1].is_decided

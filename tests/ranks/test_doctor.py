@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +207,16 @@ def test_a_rank_that_nobody_meets_ends_with_what_it_knows(tmp_path: Path) -> Non
     done = run_command(tmp_path, "--timeout", "2", **variables, **place)
     assert done.returncode == 1
     assert "failed: the rendezvous at MASTER_ADDR: not done within 4 s" in done.stdout
+
+
+def test_a_rendezvous_that_fails_at_once_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("localhost", 0)) as other:
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(other.getsockname()[1])}
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        done = run_command(tmp_path, **variables, **place)
+    assert done.returncode == 1
+    assert "failed: the rendezvous at MASTER_ADDR: " in done.stdout, done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:

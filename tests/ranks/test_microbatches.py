@@ -28,8 +28,9 @@ from fullshard.comm import Pending, Wrapper
 from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.ledger import ledger_of
 from fullshard.comm.mesh import wrapped
-from fullshard.errors import ConfigError, LostRankError, PeerError
+from fullshard.errors import ConfigError, LostRankError, PeerError, TornStepError
 from fullshard.tensors.form import clean_name
+from tests.ranks.autograd import engine_of
 from tests.ranks.models import Fuse, Trouble, fill, full_parameters, noise, shard_units
 from tests.ranks.pool import RankPool, on_ranks
 
@@ -445,6 +446,34 @@ def late_for_its_forward() -> tuple[int, int]:
 
 def test_a_rank_that_comes_late_to_its_forward_begins_again_too(pool: RankPool) -> None:
     assert pool.run(3, late_for_its_forward) == [(2, 1)] * 3
+
+
+def test_an_earlier_fault_is_not_told_as_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(_: object) -> None:
+        raise TornStepError("rank 1 left the step of AdamW")
+
+    model = nn.Linear(2, 2)
+    told: list[object] = []
+    monkeypatch.setattr(watch.Step, "begin", begin)
+    monkeypatch.setattr(Microbatches, "_report", lambda _, error, __: told.append(error))
+    with pytest.raises(TornStepError, match="rank 1 left"):
+        Microbatches(model).backward(lambda part: model(part).sum(), torch.ones(4, 2))
+    assert not told
+
+
+@on_ranks(2)
+def test_a_failure_leaves_the_reduction_of_gradients_on() -> None:
+    model = tower("rows")
+
+    def fail(_: Batch) -> Tensor:
+        raise Trouble
+
+    with pytest.raises(Trouble):
+        Microbatches(model, parts=2, reduces_each=False).backward(
+            fail, batch_of(0, dist.get_rank(), [4])
+        )
+    engine = engine_of(inside(model))
+    assert all(engine.policy_of(unit).requires_gradient_sync for unit in engine.units)
 
 
 def test_what_all_ranks_know_is_not_told_again() -> None:

@@ -78,9 +78,10 @@ def _new_threads_never_preempt() -> Iterator[None]:
     Gloo wakes a thread for every few packets. If all cores are busy, each wake-up would interrupt
     the training of a rank. ``SCHED_BATCH`` needs no privilege.
     """
-    is_usual = os.sched_getscheduler(0) == os.SCHED_OTHER  # others may need a privilege to return
+    is_usual = False
     try:
         with suppress(OSError):  # refused in some sandboxes: slower, no less right
+            is_usual = os.sched_getscheduler(0) == os.SCHED_OTHER  # other ways back need privileges
             if is_usual:
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         yield

@@ -152,10 +152,9 @@ class Consensus:
         if "error" in verdict and undo is not None:
             undo()
         now.decide_once(json.dumps(verdict))
-        # Only this rank reads these texts, and every rank has read the previous decision.
-        now.forget(range(self.world))
-        if self._last is not None:
-            self._last.forget(decision=True)
+        now.forget(range(self.world))  # only this rank reads these texts
+        if self._last is not None and verdict.get("kind") != LostRankError.__name__:
+            self._last.forget(decision=True)  # every rank has read it, as all took part in this one
         self._last = now
         return verdict
 

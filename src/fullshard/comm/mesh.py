@@ -22,7 +22,7 @@ Wire = Callable[[dist.ProcessGroup, str], Collectives]
 """A function that makes the collectives for a process group and a device type."""
 
 # One object per group and wire, whoever uses the group.
-_of_group = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Wire, Collectives]]()
+_of_group = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Collectives]]()
 _wire: Wire = C10d  # no ContextVar: ranks that are threads share the choice of their process
 _parts_of_group = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]()
 _flat_of_group = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]]()
@@ -82,10 +82,10 @@ def _new_group(ranks: list[int], *, like: dist.ProcessGroup, device_type: str) -
 def collectives_of_group(group: dist.ProcessGroup, device_type: str) -> Collectives:
     """Return the collectives of ``group`` on a device type."""
     kinds = _of_group.setdefault(group, {})
-    collectives = kinds.get(_wire)
+    collectives = kinds.get(key := (_wire, device_type))
     if collectives is None:
         alone = group.size() == 1
-        collectives = kinds[_wire] = SingleRank() if alone else _wire(group, device_type)
+        collectives = kinds[key] = SingleRank() if alone else _wire(group, device_type)
     wrapper = _wrapper.get()
     return collectives if wrapper is None else wrapper(collectives)
 

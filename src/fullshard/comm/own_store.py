@@ -78,10 +78,10 @@ class OwnStore(dist.Store):
         """Return the value of ``key`` as soon as it is there; waits like ``wait``."""
 
         def work(store: dist.Store) -> bytes:
-            if store is self._store:  # without connections, and perhaps the user's own
-                store.wait([key], timeout)
-            else:
+            if isinstance(_innermost(store), dist.TCPStore):
                 store.set_timeout(timeout)  # of this connection
+            else:  # without connections, and perhaps the user's own
+                store.wait([key], timeout)
             return store.get(key)
 
         return self._on_waiter(work)
@@ -151,9 +151,7 @@ class OwnStore(dist.Store):
             return self._store
 
     def _connect(self) -> None:
-        store: Any = self._store
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
+        store: Any = _innermost(self._store)
         try:  # PyTorch itself would try for as long as the time-out, and log each attempt
             socket.create_connection((store.host, store.port), _CONNECT_S).close()
         except ConnectionRefusedError as error:  # its process has ended, as at the end of a job
@@ -174,6 +172,12 @@ class OwnStore(dist.Store):
                 "the connection to the store of the process group, through which ranks watch each "
                 "other, was %s (%s)", what, why,
             )  # fmt: skip
+
+
+def _innermost(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _connected_anew(store: dist.Store) -> dist.Store:

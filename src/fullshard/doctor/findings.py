@@ -232,9 +232,9 @@ def no_nccl(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
 @_check
 def uneven_hosts(ranks: Sequence[Facts]) -> Iterator[DoctorFinding]:
     """Find hosts with different numbers of ranks."""
-    counts = {here[0].host.name: len(here) for here in by_host(ranks).values()}
-    if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{count} on {name}" for name, count in counts.items())
+    counts = [(len(here), here[0].host.name) for here in by_host(ranks).values()]
+    if len({count for count, _ in counts}) > 1:
+        listed = ", ".join(f"{count} on {name}" for count, name in counts)
         yield warning(
             f"hosts have different numbers of ranks: {listed}",
             "start equally many ranks on each host; one replica per host (HSDP) needs that",

@@ -59,7 +59,11 @@ def examine(
             print(f"fullshard: error: rank {rank}: {message}", file=sys.stderr, flush=True)
 
     with bounded(2 * timeout_s, "the rendezvous at MASTER_ADDR", then=give_up):
-        store = meet()
+        try:
+            store = meet()
+        except Exception as error:  # of any type: rank 0 shows what it knows
+            give_up(f"the rendezvous at MASTER_ADDR: {type(error).__name__}: {error}")
+            return 1
     exchange = KeyValueExchange(store, rank=rank, world=world, timeout_s=timeout_s)
     failure = ""
     try:

@@ -162,9 +162,10 @@ class Microbatches:
 
     def _try(self, compute: Callable[[Any], Tensor], batch: Any) -> _Try:
         """Compute all parts; return an exception, to be raised once all ranks know the outcome."""
-        rows, begun_s = 0, time.monotonic()
+        rows, begun_s, has_begun = 0, time.monotonic(), False
         try:
             self._step.begin()
+            has_begun = True  # otherwise an earlier fault was raised, which the other ranks know
             rows = _num_rows(batch)
             with self._step.around():
                 loss = self._compute(compute, batch, rows)
@@ -172,22 +173,25 @@ class Microbatches:
             return _Try(rows, _Outcome.DONE, loss, None)
         except LostRankError:  # on every rank: the lost rank could not join the agreement below
             raise
-        except PeerError as error:
-            return _Try(rows, _Outcome.DROPPED, None, error)
         except Exception as error:
+            if isinstance(error, PeerError) or not has_begun:
+                return _Try(rows, _Outcome.DROPPED, None, error)
             self._report(error, begun_s)
             outcome = _Outcome.NO_MEMORY if _is_out_of_memory(error) else _Outcome.FAILED
             return _Try(rows, outcome, None, error)
 
     def _compute(self, compute: Callable[[Any], Tensor], batch: Any, rows: int) -> Tensor:
         total: Tensor | None = None
-        for number, (start, end, weight) in enumerate(_parts(rows, self.parts)):
-            with self._synced(self.reduces_each or number == self.parts - 1):
-                loss = compute(_rows_of(batch, rows, start, end))
-                share = float(weight > 0) if self.sums else weight
-                loss = loss if share == 1 else loss * share
-                loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
+        try:
+            for number, (start, end, weight) in enumerate(_parts(rows, self.parts)):
+                with self._synced(self.reduces_each or number == self.parts - 1):
+                    loss = compute(_rows_of(batch, rows, start, end))
+                    share = float(weight > 0) if self.sums else weight
+                    loss = loss if share == 1 else loss * share
+                    loss.backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        finally:
+            self._synced(True)  # also after an exception
         assert total is not None
         return total
 

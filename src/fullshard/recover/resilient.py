@@ -168,7 +168,8 @@ class _Job(Generic[Result]):
             PeerError: the limits of ``resilient`` allow no other attempt.
         """
         survivors = decision.members
-        lost = "; ".join(f"rank {one} {why}" for one, why in decision.lost.items())
+        rank_of = self._original_ranks.index  # in this attempt, as in other messages of it
+        lost = "; ".join(f"rank {rank_of(one)} {why}" for one, why in decision.lost.items())
         why = "; ".join(filter(None, [lost, decision.why]))
         refusal = self._refusal(len(survivors))
         if refusal is not None:
