@@ -56,7 +56,11 @@ class Memory:
         larger = max(2 * size, size + aligned(nbytes), 1 << 16)
         os.ftruncate(self._fd, larger)  # ``from_file`` would too, but write a 0 at the beginning
         # Mapped by name, since each of Python's own mappings keeps a file descriptor open.
-        self.bytes = _mapped(f"/proc/self/fd/{self._fd}", shared=True, size=larger)
+        name = f"/proc/self/fd/{self._fd}"
+        with torch.inference_mode(False):
+            self.bytes = torch.from_file(
+                name, shared=True, size=larger, dtype=torch.uint8, device="cpu"
+            )
         self._add_gap(size, larger)
 
     def _add_gap(self, start: int, end: int) -> None:
@@ -83,12 +87,6 @@ class LentMemory:
         if start + nbytes > self._bytes.numel():
             self._bytes = _mapped_read_only(self._fd, os.fstat(self._fd).st_size)
         return self._bytes[start : start + nbytes]
-
-
-def _mapped(name: str, *, shared: bool, size: int) -> Tensor:
-    """Map the first ``size`` bytes of a file that has at least that many."""
-    with torch.inference_mode(False):
-        return torch.from_file(name, shared=shared, size=size, dtype=torch.uint8, device="cpu")
 
 
 def _mapped_read_only(fd: int, size: int) -> Tensor:

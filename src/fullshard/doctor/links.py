@@ -15,7 +15,7 @@ CPU_SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
 GPU_SIZES = (*CPU_SIZES, 1 << 28)
 """Sizes to measure: bytes of the unsharded tensor, that is of all ranks of a group together."""
 
-REPETITIONS = 7
+_REPETITIONS = 7
 _LONGEST_S = 0.25  # larger sizes are skipped once a collective took longer
 _WHAT = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -41,11 +41,7 @@ def received(what: str, nbytes: int, world: int) -> float:
 
 
 def time_wire(
-    wire: Collectives,
-    device: torch.device,
-    *,
-    sizes: Sequence[int] = (),
-    repetitions: int = REPETITIONS,
+    wire: Collectives, device: torch.device, *, sizes: Sequence[int] = ()
 ) -> list[Timing]:
     """Return this rank's median times along one mesh dim; all groups of the dim measure at once.
 
@@ -55,11 +51,10 @@ def time_wire(
         wire: the collectives of this rank's group.
         device: the device of the tensors.
         sizes: bytes of the unsharded tensors; by default ``CPU_SIZES`` or ``GPU_SIZES``.
-        repetitions: timed calls per collective and size.
     """
     found: list[Timing] = []
     for nbytes in sizes or (CPU_SIZES if device.type == "cpu" else GPU_SIZES):
-        here = [_timed(wire, device, what, nbytes, repetitions) for what in _WHAT]
+        here = [_timed(wire, device, what, nbytes) for what in _WHAT]
         found += here
         longest = torch.tensor([max(one.seconds for one in here)], device=device)
         wire.all_reduce_mean(longest).wait()  # so that all ranks stop at the same size
@@ -68,9 +63,7 @@ def time_wire(
     return found
 
 
-def _timed(
-    wire: Collectives, device: torch.device, what: str, nbytes: int, repetitions: int
-) -> Timing:
+def _timed(wire: Collectives, device: torch.device, what: str, nbytes: int) -> Timing:
     """Time one collective over about ``nbytes``; the result has the exact number."""
     part = torch.ones(max(1, nbytes // 4 // wire.world), device=device)
     unsharded = part.repeat(wire.world)
@@ -83,7 +76,7 @@ def _timed(
     taken_s = median_s(
         lambda: start().wait(),
         device,
-        repetitions=repetitions,
+        repetitions=_REPETITIONS,
         prepare=lambda: wire.all_reduce_mean(one).wait(),  # so that all ranks start together
     )
     return Timing(what, unsharded.nbytes, taken_s)
