@@ -72,8 +72,9 @@ FSDP2: dict[str, list[Callable[[], Any]]] = {
         lambda: fsdp.CPUOffloadPolicy(pin_memory=None),  # type: ignore[arg-type]
     ],
     "ignored_params": [lambda: None, set, list, tuple, frozenset, dict, lambda: iter([])],
-    "dp_mesh_dims": [lambda: None],
 }
+if "dp_mesh_dims" in inspect.signature(fsdp.fully_shard).parameters:  # PyTorch 2.11 lacks it
+    FSDP2["dp_mesh_dims"] = [lambda: None]
 FSDP1: dict[str, list[Callable[[], Any]]] = {
     "process_group": [lambda: None],
     "sharding_strategy": [lambda: None, lambda: fsdp.ShardingStrategy.NO_SHARD],

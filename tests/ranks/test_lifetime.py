@@ -21,6 +21,7 @@ from fullshard.comm import flattened
 from tests.ranks.autograd import engine_of
 from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
 from tests.ranks.pool import on_ranks
+from tests.versions import TORCH
 
 
 def sharded_only(model: Net) -> object:
@@ -125,7 +126,7 @@ def test_operations_stay_when_a_model_on_an_equal_mesh_goes() -> None:
     for clear in _mesh._CACHES:  # of DTensor, which may hold the first mesh
         clear()
     gc.collect()
-    assert gone() is None
+    assert gone() is None or TORCH < (2, 12)  # its dispatcher keeps some meshes for ever
     with torch.no_grad():
         weight[1].fill_(7.0)  # PyTorch's own DTensor writes to a copy
     assert isinstance(weight, DTensor)
