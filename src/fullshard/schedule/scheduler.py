@@ -392,8 +392,8 @@ class Scheduler:
     def _take_new_weights(self) -> None:
         """Count a change of weights; during a backward put it off.
 
-        An optimizer may step in hooks of gradients, which ranks call at different moments. They
-        must agree on whether a gather in this backward may read a secondary shard.
+        An optimizer may step in hooks of gradients, which ranks call at different moments. But
+        all ranks must gather alike: from secondary shards, or from all.
         """
         self.residents.generation += self._has_new_weights
         self._has_new_weights = False
