@@ -93,8 +93,8 @@ def test_a_forward_follows_one_whose_gather_failed(pool: RankPool) -> None:
     pool.run(2, goes_on)
 
 
-def retries_the_last_part() -> None:
-    """Gradients of earlier microbatches stay; those of the failed try are dropped."""
+def repeats_the_step() -> None:
+    """Gradients of earlier microbatches are lost, which the error says."""
     model, _ = sharded()
     want = fill(Tower().to(torch.float64))
     model.set_requires_gradient_sync(False)
@@ -104,9 +104,16 @@ def retries_the_last_part() -> None:
     no_room = mock.Mock(side_effect=MemoryError("no room for a reduction"))
     with (
         mock.patch.object(ReduceInput, "allocate", no_room),
-        pytest.raises(MemoryError, match="no room"),
+        pytest.raises(MemoryError, match="no room") as raised,
     ):
         loss_of(model(noise(2, DIM, seed=1))).backward()
+    (note,) = raised.value.__notes__
+    assert "are lost for unit blocks.2. Call reset_iter_state()" in note
+    model.reset_iter_state()
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    loss_of(model(noise(2, DIM, seed=0))).backward()
+    model.set_requires_gradient_sync(True)
     for one in (model, want):
         loss_of(one(noise(2, DIM, seed=1))).backward()
     for (name, param), expected in zip(model.named_parameters(), want.parameters(), strict=True):
@@ -114,5 +121,5 @@ def retries_the_last_part() -> None:
     check_rest(model)
 
 
-def test_pending_gradients_outlive_a_reduction_that_failed(pool: RankPool) -> None:
-    pool.run(2, retries_the_last_part)
+def test_a_reduction_that_failed_tells_of_lost_gradients(pool: RankPool) -> None:
+    pool.run(2, repeats_the_step)

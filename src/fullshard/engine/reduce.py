@@ -130,8 +130,17 @@ class Gradients:
         reduced = self._sets.choose(indices)
         has_pending, prior = self._waiting.pending is not None, self._waiting.prior
         buffer = reduced.input(self._wire_dtype(has_pending=has_pending), self.params[0].device)
-        buffer.allocate()  # if memory runs out, pending gradients stay as they are
-        grads = self._take(indices)
+        grads = self._take(indices)  # adds up with those pending, which frees memory
+        try:
+            buffer.allocate()
+        except Exception as error:
+            if has_pending:
+                unit = self._spec.label.text.partition(" (")[0]
+                error.add_note(
+                    f"fullshard: gradients of earlier backwards are lost for {unit}. Call "
+                    "reset_iter_state() and repeat the step from its first backward"
+                )
+            raise
         source = buffer.fill(grads)
         # Frozen parameters without earlier gradients count as present: their flags are not read.
         present = [
