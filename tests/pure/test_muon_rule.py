@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -337,6 +337,84 @@ def test_groups_are_added_all_or_none() -> None:
     assert len(optimizer.param_groups) == before
     optimizer.add_param_group({"params": weights})
     assert len(optimizer.param_groups) == before + 1
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_parameters_without_names_are_added_under_an_algorithm(
+    algorithm: str, is_copy: bool
+) -> None:
+    model = fill(Model())
+    first = next(model.layers.parameters())
+    first.requires_grad_(False)
+    optimizer = Muon(model)
+    if is_copy:
+        optimizer = copy.deepcopy(optimizer)
+    new = nn.Linear(4, 3, bias=False)
+    first.requires_grad_(True)
+    optimizer.add_param_group({"params": [first], "algorithm": algorithm})
+    optimizer.add_param_group({"params": new.parameters(), "algorithm": algorithm})
+    for param in (first, new.weight):
+        before = param.detach().clone()
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert not torch.equal(param, before)
+
+
+@pytest.mark.parametrize("bad", [{"params": 3}, {"betas": 0.9}])
+def test_what_is_refused_is_not_added_in_part(bad: dict[str, Any]) -> None:
+    model = fill(Model())
+    params = list(model.layers.parameters())
+    for param in params:
+        param.requires_grad_(False)
+    optimizer = Muon(model)
+    before = [len(one.param_groups) for one in (optimizer, *optimizer._parts.values())]
+    twice = params + params[-1:] if "params" in bad else params
+    with pytest.raises((ConfigError, UnsupportedError)):
+        optimizer.add_param_group({**bad, "params": twice})
+    assert before == [len(one.param_groups) for one in (optimizer, *optimizer._parts.values())]
+    optimizer.add_param_group({"params": params})
+
+
+def test_groups_that_are_removed_are_not_stepped_and_state_may_be_assigned() -> None:
+    model, want = fill(Model()), fill(Model())
+    optimizer, fresh = Muon(model), Muon(want)
+    kept = [param.detach().clone() for param in optimizer.param_groups[-1]["params"]]
+    removed = optimizer.param_groups.pop()
+    for number in range(2):
+        if number:
+            optimizer.state = defaultdict(dict)
+            for mine, its in zip(model.parameters(), want.parameters(), strict=True):
+                its.data.copy_(mine)
+        for one, stepped in ((model, optimizer), (want, fresh)):
+            one.zero_grad()
+            backward(one, number)
+            if number or one is model:
+                stepped.step()
+    for param, was in zip(removed["params"], kept, strict=True):
+        assert torch.equal(param, was)
+    stepped = fresh.param_groups[0]["params"]
+    for mine, its in zip(optimizer.param_groups[0]["params"], stepped, strict=True):
+        assert torch.equal(mine, its)
+        assert torch.equal(
+            optimizer.state[mine]["momentum_buffer"], fresh.state[its]["momentum_buffer"]
+        )
+
+
+@pytest.mark.parametrize("option", [{"ns_steps": 200}, {"adjust_lr_fn": "of tomorrow"}])
+def test_a_load_with_options_that_are_refused_changes_nothing(option: dict[str, Any]) -> None:
+    model = fill(Model())
+    optimizer = Muon(model)
+    backward(model, 0)
+    optimizer.step()
+    groups, state = list(map(dict, optimizer.param_groups)), optimizer.state
+    given = copy.deepcopy(optimizer.state_dict())
+    given["param_groups"][0].update(option)
+    with pytest.raises(ConfigError):
+        optimizer.load_state_dict(given)
+    assert optimizer.state is state and optimizer.param_groups == groups
+    for part in optimizer._parts.values():
+        assert all(any(one is its for its in optimizer.param_groups) for one in part.param_groups)
 
 
 def test_hooks_run_once_and_closures_once() -> None:

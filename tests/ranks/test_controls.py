@@ -33,6 +33,21 @@ def shards_of(model: nn.Module) -> list[bool]:
     return [isinstance(p, DTensor) for p in model.parameters(recurse=False)]
 
 
+@on_ranks(1)
+def test_settings_of_blocks_hold_for_the_tree() -> None:
+    model: Any = make()
+    for block in model.blocks:
+        fully_shard(block)
+    first, second = model.blocks
+    first.set_prefetch_budget(300)
+    second.set_reduction_budget(200)
+    second.set_is_last_backward(False)
+    fully_shard(model)
+    policy = unit_of(model).engine.scheduler.policy
+    assert (policy.prefetch_budget, policy.reduction_budget) == (300, 200)
+    assert not policy.is_last_backward
+
+
 @on_ranks(1, 2, 3)
 def test_a_forward_waits_for_what_was_started() -> None:
     plain = make()

@@ -296,6 +296,19 @@ def test_buffers_stay_shared_and_those_of_ignored_modules_stay() -> None:
 
 
 @on_ranks(2)
+def test_buffers_of_two_wrappers_stay_shared() -> None:
+    for kit in (ours, theirs):
+        plain = Shares()
+        mixed = kit.MixedPrecision(BF16, buffer_dtype=BF16, cast_forward_inputs=True)
+        options = {"mixed_precision": mixed, "device_id": torch.device("cpu")}
+        one = plain.one = kit.FullyShardedDataParallel(plain.one, **options)
+        two = plain.two = kit.FullyShardedDataParallel(plain.two, **options)
+        plain.again = one
+        kit.FullyShardedDataParallel(plain, **options)(torch.ones(2, 4))
+        assert one.module.mask is two.module.mask and one.module.mask.dtype == BF16
+
+
+@on_ranks(2)
 def test_state_dicts_have_buffers_in_their_dtype_under_all_names() -> None:
     model = FSDP(Shares(), mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
     model(torch.ones(2, 4))

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import OptimStateKeyType
+from fullshard import OptimStateKeyType, ShardedOptimStateDictConfig, StateDictType
 from fullshard.compat import patch_torch
 from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.flat import optim_state
 from tests.kit.flat import originals, step
 from tests.ranks.pool import on_ranks
 
@@ -33,6 +34,27 @@ class OnStream(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
         return self.last(y * self.extra if hasattr(self, "extra") else y)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("offload", [True, False])
+def test_sharded_state_goes_to_the_host_if_asked(offload: bool) -> None:
+    moved: list[object] = []
+
+    def on_cpu(value: object) -> object:
+        moved.append(value)
+        return value
+
+    model = FSDP(nn.Linear(6, 5).double())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    step(model, optimizer)
+    config = ShardedOptimStateDictConfig(offload_to_cpu=offload)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim_state, "on_cpu", on_cpu)
+        FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, None, config)
+        state = FSDP.optim_state_dict(model, optimizer)["state"]
+    found = [value for values in state.values() for value in values.values()]
+    assert len(found) == 6 and [id(one) for one in moved] == [id(one) for one in found] * offload
 
 
 @on_ranks(2)

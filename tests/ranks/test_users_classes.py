@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.errors import UnsupportedError
 from tests.ranks.models import message_of
 from tests.ranks.pool import on_ranks
 
@@ -32,6 +33,33 @@ class Named(nn.Module):
         for unit in self._units:
             x = unit(x) * self._buckets
         return x * self._set
+
+
+class _Keyed(nn.Module):
+    def __init_subclass__(cls, *, key: str) -> None:
+        cls.key = key
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class NeedsAKey(_Keyed, key="mine"):
+    """A class that has no subclass without an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+
+@on_ranks(2)
+def test_a_class_that_refuses_a_subclass_is_left_as_it_is() -> None:
+    model = NeedsAKey()
+    before = list(model.parameters())
+    with pytest.raises(UnsupportedError, match="NeedsAKey cannot have a subclass"):
+        fully_shard(model)
+    assert type(model) is NeedsAKey and not model._forward_hooks and not model._forward_pre_hooks
+    assert all(one is was for one, was in zip(model.parameters(), before, strict=True))
+    fully_shard(nn.Sequential(model))(torch.ones(2, 4)).sum().backward()
 
 
 @on_ranks(2)

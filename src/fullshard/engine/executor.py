@@ -97,8 +97,7 @@ class Engine:
             key_of = {inner.key: len(units) + i for i, inner in enumerate(engine.units)}
             units += engine.units
             policies += [engine.policy_of(inner).renumbered(key_of) for inner in engine.units]
-            if engine.scheduler.policy != MachinePolicy():
-                machine = engine.scheduler.policy  # the user's last choice, as far as we know
+            machine = machine.joined(engine.scheduler.policy)
         for inner in units:
             for bucket in inner.buckets:
                 bucket.dematerialize()

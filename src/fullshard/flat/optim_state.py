@@ -28,7 +28,7 @@ from fullshard.flat.options import (
     OptimStateKeyType,
     StateDictType,
 )
-from fullshard.flat.state import settings_of
+from fullshard.flat.state import on_cpu, settings_of
 from fullshard.optim.inner import Groups, numbered
 from fullshard.tensors.form import clean_name
 
@@ -63,6 +63,9 @@ class OptimStateDicts:
         tree, saved = Tree(model, "optim_state_dict"), _numbered(model, optim, given)
         if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
             made = sharded_optim_state(tree, optim, saved, plain_shards=True, whole_mesh=True)
+            if config.offload_to_cpu:
+                for values in made["state"].values():
+                    values.update({key: on_cpu(value) for key, value in values.items()})
         else:
             made = full_optim_state(
                 tree, optim, saved, rank0_only=config.rank0_only, cpu=config.offload_to_cpu

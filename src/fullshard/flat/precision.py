@@ -80,13 +80,21 @@ class Precision:
         output = module(*args, **kwargs)
         return _cast_to(given[-1], output) if given else output
 
-    def cast_buffers(self, modules: Iterable[nn.Module], *, is_lent: bool) -> None:
-        """Cast floating-point buffers to ``buffer_dtype`` or, in full precision, back again."""
+    def cast_buffers(
+        self,
+        modules: Iterable[nn.Module],
+        cast: dict[int, tuple[Tensor, Tensor]],
+        *,
+        is_lent: bool,
+    ) -> None:
+        """Cast floating-point buffers to ``buffer_dtype`` or, in full precision, back again.
+
+        ``cast``: the buffers cast so far, old and new, by the id of the old one, so that a buffer
+        of several modules stays one. The old one may be saved for a backward.
+        """
         dtype = self.options.buffer_dtype
         if dtype is None:
             return
-        # By id: a buffer of several modules stays one. The old one may be saved for a backward.
-        cast: dict[int, tuple[Tensor, Tensor]] = {}
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_floating_point():

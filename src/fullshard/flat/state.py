@@ -141,7 +141,7 @@ class StateDicts(nn.Module):
         else:
             state = sharded_state_dict(self, plain_shards=True, whole_mesh=True)
             if config.offload_to_cpu:
-                state = {name: _on_cpu(value) for name, value in state.items()}
+                state = {name: on_cpu(value) for name, value in state.items()}
         for name, dtype in self._own_dtypes().items():
             if name in state:
                 state[name] = state[name].to(dtype)
@@ -271,5 +271,6 @@ def _checked_settings(kind: Any, config: Any, optim_config: Any) -> StateDictSet
     return StateDictSettings(kind, *chosen)
 
 
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
+    """Return a tensor on the CPU; anything else as it is."""
     return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -249,9 +249,17 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         unit = self._unit
         if not unit.is_lent and self._precision.options.full_precision_in_eval:
             self._follow_modes()
-        own = own_modules(getattr(self, WRAPPED), Ignored(self._ignored_modules))
-        self._precision.cast_buffers(own, is_lent=unit.is_lent)
+        if self._precision.options.buffer_dtype is not None:
+            self._cast_buffers()
         return super().__call__(*args, **kwargs)
+
+    def _cast_buffers(self) -> None:
+        """Cast buffers of all wrappers in an outermost call, else of this one."""
+        is_outermost = engine_of(self._unit).scheduler.idle
+        cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for one in self.fsdp_modules(self) if is_outermost else [self]:
+            own = own_modules(getattr(one, WRAPPED), Ignored(one._ignored_modules))
+            one._precision.cast_buffers(own, cast, is_lent=one._unit.is_lent)
 
     def _follow_modes(self) -> None:
         """Switch wrappers in eval to full precision: all in an outermost call, else only this."""

@@ -233,6 +233,9 @@ def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
     for look in before_sharding:
         look()
     below, plan = plan_unit(modules, choices)
+    has_methods = choices.shown is Shown.DTENSORS
+    classes: list[Any] = list(map(type, modules))  # hashable, whatever __eq__ of instances does
+    kinds = [sharded_class(one) for one in classes] if has_methods else []
     device = choices.mesh.device
     buckets = [Bucket(spec, [owned.param for owned in params]) for spec, params in plan]
     places = _places(modules, plan, choices, buckets)
@@ -254,12 +257,11 @@ def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
             _nn.mark_flattened(param)
     install_forward_hooks(unit, modules, replace(choices.policy, param_dtype_override_fn=None))
     install_state_dict_hooks(unit, places)
-    if choices.shown is Shown.DTENSORS:
+    if has_methods:
         explain_uses(parallel=any(any(bucket.spec.parallel or ()) for bucket in buckets))
-        for module in modules:
-            kind: Any = type(module)  # hashable, even if it defines __eq__ for its instances
-            module.__class__ = sharded_class(kind)
-            _nn.mark_sharded(module)
+    for module, kind in zip(modules, kinds, strict=False):
+        module.__class__ = kind
+        _nn.mark_sharded(module)
     for module in below.modules:
         _nn.mark_managed(module, shows_originals=choices.shown is not Shown.FLAT)
     check_optimizers_again()

@@ -498,6 +498,16 @@ class _NoMethod(ConfigError, AttributeError):
 
 @cache
 def sharded_class(cls: Any) -> type[nn.Module]:
-    """Return ``FSDP<Name>``, which is ``cls`` with ``FSDPModule`` mixed in; cached."""
+    """Return ``FSDP<Name>``, which is ``cls`` with ``FSDPModule`` mixed in; cached.
+
+    Raises:
+        UnsupportedError: ``cls`` refuses a subclass.
+    """
     own = {"__module__": cls.__module__, **guarded_methods(cls)}
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
+    try:
+        return type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
+    except TypeError as error:
+        raise UnsupportedError(
+            f"fully_shard: {cls.__qualname__} cannot have a subclass ({error}), which would get "
+            "the methods of FSDPModule; shard a module around it, or use FullyShardedDataParallel"
+        ) from error

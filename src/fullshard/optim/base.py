@@ -120,6 +120,11 @@ class Outer(Optimizer, ABC):
         group = self.param_groups[-1]
         group.update(self._inner.converted(options_of(group)))
 
+    def _check_options(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Raise what the class raises for the options of loaded groups."""
+        for group in groups:
+            self._inner.converted({**self.defaults, **options_of(group)})
+
     def _probe(self, options: dict[str, Any]) -> Probe:
         return Probe(self._optimizer_class, self._kwargs, options)
 

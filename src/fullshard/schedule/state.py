@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any
 
 from fullshard.errors import ProtocolError
@@ -136,6 +136,13 @@ class MachinePolicy:
     reduction_budget: int | None = None
     """Bytes that reductions in flight may hold together, each a copy of its unit's gradients;
     None: one reduction at a time holds a copy."""
+
+    def joined(self, other: MachinePolicy) -> MachinePolicy:
+        """Return the choices of both; where both differ from the default, that of ``other``."""
+        default = MachinePolicy()
+        names = (field.name for field in fields(self))
+        values = {name: getattr(other, name) for name in names}
+        return replace(self, **{n: v for n, v in values.items() if v != getattr(default, n)})
 
 
 class Uses:

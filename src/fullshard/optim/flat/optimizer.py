@@ -160,6 +160,7 @@ class ShardedOptimizer(Outer):
         _unwrap(state["state"])
         groups = state["param_groups"]
         self._learn(map(options_of, groups))
+        self._check_options(groups)
         for group in () if self._is_vouched_for else groups:
             self._probe({**self._inner.defaults, **options_of(group)}).check_elementwise()
         for _, param in numbered(groups):

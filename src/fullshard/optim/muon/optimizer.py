@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -142,7 +143,11 @@ class Muon(Optimizer):
         """
         loss = loss_of(closure)
         outer: Optimizer = self
-        for part in self._parts.values():
+        for name, part in self._parts.items():
+            # The program may have removed groups, or assigned state.
+            part.param_groups = [one for one in self.param_groups if one["algorithm"] == name]
+            if vars(part)["state"] is not self.state:
+                part.state = self.state
             part.step_within(outer)
             outer = part  # what the other part refuses comes when matrices were stepped
         return loss
@@ -166,16 +171,15 @@ class Muon(Optimizer):
             UnsupportedError: ``"algorithm"`` is Muon, and a parameter is no matrix.
         """
         given = param_group["params"]
-        params = [given] if isinstance(given, Tensor) else list(given)
+        items = [_named(one) for one in ([given] if isinstance(given, Tensor) else given)]
+        params = [param for _, param in items]
         if "algorithm" in param_group:
-            self._check_new(param for _, param in map(_named, params))
-            groups = [{"params": params}]
+            self._check_new(params)
+            groups = [{"params": self._with_names(items)}]
             if param_group["algorithm"] == MUON and "stacked" not in param_group:
-                groups = self._by_stack(params)
-            for group in groups:
-                self._add({**param_group, **group})
+                groups = self._by_stack(groups[0]["params"])
+            self._add_all([{**param_group, **group} for group in groups])
             return
-        params = [param for _, param in map(_named, params)]
         unknown = [tuple(param.shape) for param in params if param not in self._chosen]
         if unknown:
             raise ConfigError(
@@ -184,28 +188,50 @@ class Muon(Optimizer):
             )
         self._check_new(params)
         options = {key: value for key, value in param_group.items() if key != "params"}
-        for group in _groups_of([(param, self._chosen[param]) for param in params]):
-            self._add({**group, **options})
+        new = _groups_of([(param, self._chosen[param]) for param in params])
+        self._add_all([{**group, **options} for group in new])
 
-    def _by_stack(self, params: Iterable[Any]) -> list[dict[str, Any]]:
-        """Split ``params`` into groups by the number of leading dims that count matrices."""
+    def _with_names(self, items: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        """Return names and parameters; parameters that came without a name get one."""
+        numbers = count(sum(len(group["params"]) for group in self.param_groups))
+        choices = [(name, param, self._chosen.get(param)) for name, param in items]
+        return [
+            (name or (choice.names[0] if choice else f"added.{number}"), param)
+            for number, (name, param, choice) in zip(numbers, choices, strict=False)
+        ]
+
+    def _by_stack(self, items: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
+        """Split parameters into groups by the number of leading dims that count matrices."""
         named = {name: choice for choice in self.rule for name in choice.names}
-        found: dict[int, list[Any]] = {}
-        for name, param in map(_named, params):
+        found: dict[int, list[tuple[str, Any]]] = {}
+        for name, param in items:
             choice = self._chosen.get(param, named.get(name))
             stacked = 0
             if choice is not None:
-                name = name or choice.names[0]
                 stacked = choice.options.get("stacked", choice.stacked)
             is_known = choice is not None and choice.algorithm == MUON
             if not is_known and len(shape := _full_shape(param)) > 2:
                 raise ConfigError(
-                    f"Muon.add_param_group: {name or 'a parameter'} of shape {shape} may be "
+                    f"Muon.add_param_group: {name} of shape {shape} may be "
                     'a stack of matrices: say {"stacked": N} in the group, the number of leading '
                     'dims that count matrices; {"stacked": 0} for a convolution'
                 )
-            found.setdefault(stacked, []).append((name, param) if name else param)
+            found.setdefault(stacked, []).append((name, param))
         return [{"params": those, "stacked": stacked} for stacked, those in found.items()]
+
+    def _add_all(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Add all ``groups``, or none if one is refused."""
+        before, parts = len(self.param_groups), dict(self._parts)
+        try:
+            for group in groups:
+                self._add(group)
+        except BaseException:
+            for group in self.param_groups[before:]:
+                of_part = self._parts[group["algorithm"]].param_groups
+                of_part[:] = [one for one in of_part if one is not group]
+            del self.param_groups[before:]
+            self._parts = parts
+            raise
 
     def _add(self, group: dict[str, Any]) -> None:
         refuse_fraction({**self._adamw, **group}, "Muon")

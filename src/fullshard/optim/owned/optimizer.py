@@ -380,6 +380,7 @@ class OwnedOptimizer(Outer):
     def check_loaded(self, state: dict[str, Any]) -> None:
         """Check loaded groups and state, and change nothing."""
         self._learn(map(options_of, state["param_groups"]))
+        self._check_options(state["param_groups"])
         self._settle()
         self._refuse(state["state"])
 
