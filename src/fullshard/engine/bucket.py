@@ -273,28 +273,32 @@ class Bucket:
         """Freeze and unfreeze the unsharded parameters like the sharded ones, and vice versa."""
         if self.unsharded is None:
             return
-        self.keep_requires_grad()
+        shown = self.keep_requires_grad()
         flags = _autograd.requires_grad(self.sharded_params)
-        if flags != _autograd.requires_grad(self.unsharded.params):
+        if flags != shown:
             for unsharded, flag in zip(self.unsharded.params, flags, strict=True):
                 if unsharded.requires_grad != flag:
                     unsharded.requires_grad_(flag)
         self._requires_grad = flags
 
-    def keep_requires_grad(self) -> None:
-        """Freeze and unfreeze the sharded parameters as the user did the unsharded ones."""
-        last = self._requires_grad
-        if last is None or self.unsharded is None:
-            return
-        flags = _autograd.requires_grad(self.unsharded.params)
-        if flags == last:
-            return
+    def keep_requires_grad(self) -> list[bool]:
+        """Freeze and unfreeze the sharded parameters as the user did the unsharded ones.
+
+        Returns:
+            The flags of the unsharded parameters.
+        """
+        if self.unsharded is None:
+            return []
+        last, flags = self._requires_grad, _autograd.requires_grad(self.unsharded.params)
+        if last is None or flags == last:
+            return flags
         for sharded, flag, old in zip(self.sharded_params, flags, last, strict=True):
             if flag != old:
                 sharded.requires_grad_(flag)
         if self.front is not None and len(set(flags)) == 1:
             self.front.param.requires_grad_(flags[0])
         self._requires_grad = flags
+        return flags
 
     def reshard(self, *, to_secondary: bool = False, retained: bool = False) -> None:
         """Free the memory of the unsharded parameters, unless ``keeps_memory`` or ``retained``."""

@@ -305,6 +305,8 @@ class Engine:
                         "in a forward of the model. Call the model from one thread at a time"
                     )
                 self.steps.thread = threading.get_ident()
+            else:
+                unit.sync_requires_grad()  # another forward may have run with parameters frozen
             if self.scheduler.idle:
                 self.retained.free()
                 check_lent_alike(self.units, "a forward")
@@ -528,7 +530,6 @@ def _wait(engine: Engine, unit: Unit) -> None:
         engine.steps.run(partial(_unshard, is_retry=True), engine, unit)
     for bucket in unit.buckets:
         bucket.materialized.finish()
-    unit.sync_requires_grad()
     unit.registration.show_unsharded(unit.buckets)
 
 
