@@ -17,7 +17,7 @@ from fullshard.comm.consensus import Consensus
 from fullshard.comm.liveness import DEAD
 from fullshard.comm.own_store import OwnStore
 from fullshard.comm.store_round import StoreRound
-from fullshard.errors import LostRankError
+from fullshard.errors import LostRankError, TornStepError
 
 WORLD = 6
 
@@ -243,13 +243,17 @@ def test_a_first_rank_that_decides_and_then_ends_is_not_lost(
         one._look_for_life(lambda: [0])
 
 
-def test_a_decision_stays_for_a_rank_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be slow, and read the decision before when the first rank no longer waits for it."""
+def first_of_two(monkeypatch: pytest.MonkeyPatch) -> Consensus:
     members = consensus._Members(None, "save")
     members.world = 2
     monkeypatch.setattr(consensus, "_members", lambda _: members)
     monkeypatch.setattr(consensus.Liveness, "lost", lambda *_: {})
-    one = Consensus("save", "save", "a checkpoint")
+    return Consensus("save", "save", "a checkpoint")
+
+
+def test_a_decision_stays_for_a_rank_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be slow, and read the decision before when the first rank no longer waits for it."""
+    one = first_of_two(monkeypatch)
     rounds = [one._round(number) for number in range(1, 5)]
     for each in rounds[:2]:
         each.publish(1, '{"value": 1}')
@@ -259,3 +263,19 @@ def test_a_decision_stays_for_a_rank_that_was_given_up(monkeypatch: pytest.Monke
     with pytest.raises(LostRankError, match="rank 1 is alive but"):
         one.agree(lambda: 0, max)
     assert rounds[1].is_decided
+
+
+def test_a_decision_stays_for_a_rank_that_a_fault_keeps_from_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check(_: Consensus) -> None:
+        raise TornStepError("rank 1 left the step of AdamW")
+
+    one = first_of_two(monkeypatch)
+    before = one._round(1)
+    before.publish(1, '{"value": 1}')
+    assert one.agree(lambda: 0, max) == 1
+    monkeypatch.setattr(Consensus, "_check", check)
+    with pytest.raises(TornStepError):
+        one.agree(lambda: 0, max)
+    assert before.is_decided

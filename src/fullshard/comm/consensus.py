@@ -153,8 +153,6 @@ class Consensus:
             undo()
         now.decide_once(json.dumps(verdict))
         now.forget(range(self.world))  # only this rank reads these texts
-        if self._last is not None and verdict.get("kind") != LostRankError.__name__:
-            self._last.forget(decision=True)  # every rank has read it, as all took part in this one
         self._last = now
         return verdict
 
@@ -164,6 +162,8 @@ class Consensus:
         try:
             with self._waiting() as look:
                 found = now.collect(range(self.world), look)
+            if self._last is not None:  # all ranks have read it, as they took part in this one
+                self._last.forget(decision=True)
             said = [json.loads(found[rank]) for rank in range(self.world)]
             failed: dict[tuple[str, str], list[int]] = {}
             for rank, one in enumerate(said):
