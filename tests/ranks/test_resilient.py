@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from fullshard import Life, fully_shard, resilient
 from fullshard._torch import world as _world
 from fullshard.errors import LostRankError, PeerError
 from fullshard.recover import life
-from fullshard.recover.membership import Membership, Outcome, Vote
-from fullshard.recover.resilient import leave
+from fullshard.recover.membership import Decision, Membership, Next, Outcome, Vote
+from fullshard.recover.resilient import _Job, leave
 from tests.ranks.models import Trouble
 from tests.ranks.pool import RankPool, on_ranks
 
@@ -116,3 +117,11 @@ def test_a_store_that_is_gone_is_told_with_what_to_use_instead() -> None:
         member.vote(0, [0, 1], Vote(Outcome.DONE))
     assert "FileStore" not in str(raised.value)
     member.leave("ended", [])
+
+
+def test_a_lost_rank_is_named_as_in_its_attempt() -> None:
+    job: _Job[None] = _Job.__new__(_Job)
+    job._attempt, job._transfer, job._max_restarts = Life(0, 3), mock.Mock(), 0
+    job._original_ranks = (0, 2, 3)
+    with pytest.raises(PeerError, match=r": rank 1 ended$"):
+        job._prepare_attempt(Decision(Next.AGAIN, (0, 3), {2: "ended"}, ""), None)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, Ragged
 from fullshard._torch import collectives as _collectives
-from fullshard.comm import C10d, twolevel
+from fullshard.comm import C10d, columns, twolevel
 from fullshard.comm.c10d import Transport, TransportRequest, way_of
 from fullshard.comm.protocol import Label
 from fullshard.comm.twolevel import TwoLevels
@@ -524,3 +524,14 @@ def test_steps_on_several_hosts_are_those_of_the_unsharded_model(
     pool: RankPool, hosts: str, face: str
 ) -> None:
     assert max(pool.run(len(hosts), trains, hosts, face)) <= 1e-12
+
+
+def test_a_sandbox_may_refuse_to_tell_the_policy_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: int) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_getscheduler", refuse)
+    with columns._new_threads_never_preempt():
+        pass

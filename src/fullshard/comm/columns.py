@@ -56,7 +56,10 @@ class OwnGroups(NamedTuple):
     def of(
         cls, name: str, hosts: Sequence[Sequence[int]], rank: int, timeout: timedelta
     ) -> OwnGroups:
-        """Make the groups of ``rank``, under a ``name`` that nobody else uses; a collective."""
+        """Make the groups of ``rank``, under a ``name`` that nobody else uses; a collective.
+
+        A fault does not end this: a rank waits for an absent one for up to ``stall_s``.
+        """
         host, index = next((h, host.index(rank)) for h, host in enumerate(hosts) if rank in host)
         stall = timedelta(seconds=stall_s())
 

@@ -155,9 +155,8 @@ def _process(name: str) -> tuple[str, str, str]:
 
     ``os.getpid`` may differ from this number: a PID namespace may lack a ``/proc`` of its own.
     """
-    text = Path(f"/proc/{name}/stat").read_text(
-        errors="replace"
-    )  # a name may be cut inside a letter
+    # The name in it may be cut inside a letter.
+    text = Path(f"/proc/{name}/stat").read_text(errors="replace")
     pid, _, rest = text.partition(" ")
     fields = rest.rpartition(")")[2].split()
     return pid, fields[0], fields[19]

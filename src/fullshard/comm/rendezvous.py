@@ -1,7 +1,8 @@
 """Discovery of which ranks of a process group share a host, and connections among them.
 
 The ranks exchange socket names and secrets through the store, then connect. A fault ends a
-rendezvous at any moment: in the next era, ranks have another one, under another name.
+rendezvous at any moment: in the next era, ranks have another one, under another name. A fault
+does not end the connecting of gloo groups between hosts, which follows (``OwnGroups.of``).
 """
 
 from __future__ import annotations
