@@ -33,7 +33,7 @@ def timings(world: int, latency_s: float, bandwidth: float) -> list[Timing]:
 def a_dim(name: str, *rates: float, carrier: str = SHARED_MEMORY) -> Dim:
     """Return a dim with one group of two ranks per bandwidth."""
     groups = [
-        GroupTimings(Wire((2 * i, 2 * i + 1), carrier, carrier, True), timings(2, 1e-6, rate))
+        GroupTimings(Wire((2 * i, 2 * i + 1), carrier, True), timings(2, 1e-6, rate))
         for i, rate in enumerate(rates)
     ]
     return Dim(name, 2, groups)

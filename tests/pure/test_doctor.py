@@ -275,7 +275,7 @@ def test_the_smallest_limit_of_memory_counts(
     ],
 )
 def test_the_reason_for_a_wire(wire: str, ranks: list[Facts], said: str) -> None:
-    assert said in reason(Wire(tuple(range(len(ranks))), wire, wire, True), ranks)
+    assert said in reason(Wire(tuple(range(len(ranks))), wire, True), ranks)
 
 
 def test_the_mesh_is_as_given_or_as_hosts_are() -> None:

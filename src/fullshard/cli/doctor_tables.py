@@ -76,9 +76,7 @@ def _print_wires(report: doctor.Report) -> None:
 
 
 def _wire(report: doctor.Report, group: doctor.GroupTimings) -> str:
-    wire = group.wire
-    how = wire.gathers if wire.gathers == wire.reduces else f"{wire.gathers}, {wire.reduces}"
-    return f"{how}: {doctor.reason(wire, report.ranks)}"
+    return f"{group.wire.gathers}: {doctor.reason(group.wire, report.ranks)}"
 
 
 def _print_speeds(report: doctor.Report) -> None:

@@ -73,8 +73,8 @@ class Native:
         if self.adds_wide and source.dtype.itemsize < 4:
             arrived, sent = torch.empty_like(source), source.view(torch.uint8)
             pending = self._calls.all_to_all(group, arrived.view(torch.uint8), sent)
-            rows = arrived.view(group.size(), -1)
-            return Then(pending, partial(_put_mean_of, rows, output), source)
+            first, *others = arrived.view(group.size(), -1).unbind()
+            return Then(pending, partial(put_mean, output, first, others), source)
         result = output if output.dtype == source.dtype else source.new_empty(output.shape)
         op, divisor = self._op(source, group.size())
         work = self._calls.reduce_scatter(group, result, source, op, in_order=self._in_order)
@@ -112,8 +112,3 @@ def _put_divided(result: Tensor, divisor: float, output: Tensor) -> None:
         result.div_(divisor)
     if result is not output:
         output.copy_(result)
-
-
-def _put_mean_of(rows: Tensor, output: Tensor) -> None:
-    first, *others = rows.unbind()
-    put_mean(output, first, others)

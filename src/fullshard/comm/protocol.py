@@ -245,11 +245,6 @@ class Splits(NamedTuple):
     """How many come from each rank."""
 
 
-def even_splits(source: Tensor, world: int) -> Splits:
-    """Return the splits of an exchange of equal slices."""
-    return Splits(*[[len(source) // world] * world] * 2)
-
-
 def put(source: Tensor, place: Tensor) -> None:
     """Copy ``source`` to ``place`` unless both begin at the same address."""
     if source.data_ptr() != place.data_ptr():

@@ -152,12 +152,8 @@ class _Exchange:
         self._last = now
         return [bytes.fromhex(text) for text in texts_of_all]
 
-    def check(self) -> None:
-        """Raise the error of the fault, if one has ended the era."""
-        self._era.check()
-
     def _look(self, missing: Missing) -> Collection[int]:
-        self.check()
+        self._era.check()
         now_s = time.monotonic()
         if now_s < self._next_look_s:
             return ()
@@ -218,7 +214,7 @@ def meet(group: dist.ProcessGroup, name: str, era: Era) -> Rendezvous | None:
         host = _host_of(hosts)[rank]
         handshake = Handshake(rank, infos, set(host) - {rank}, memory)
         opened.callback(handshake.close)
-        has_met = handshake.meet_all(listening, exchange.check)
+        has_met = handshake.meet_all(listening, era.check)
         flags = exchange.all_texts(bytes([has_met, memory is not None]))
         have_met = {h: all(flags[member][0] for member in h) for h in hosts}
         hosts = groups_by_key([h if have_met[h] else r for r, h in sorted(_host_of(hosts).items())])

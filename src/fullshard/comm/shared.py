@@ -21,7 +21,7 @@ from fullshard.comm.arena import Arena
 from fullshard.comm.local_peer import FAILED, LocalPeer, LocalPeers, Record
 from fullshard.comm.means import put_mean
 from fullshard.comm.memory import Memory, aligned
-from fullshard.comm.protocol import Pending, Splits, Then, even_splits, put
+from fullshard.comm.protocol import Pending, Splits, Then, put
 from fullshard.errors import LostRankError, ProtocolError
 
 
@@ -90,7 +90,7 @@ class Shared:
 
         A rank writes a table with the start and length of each slice, then the slices themselves.
         """
-        lengths, sizes = splits or even_splits(source, self._world)
+        lengths, sizes = splits or [[len(source) // self._world] * self._world] * 2
         starts, places = [[0, *accumulate(these)] for these in (lengths, sizes)]
         table = torch.tensor([starts[:-1], lengths], device="cpu").T.contiguous().view(torch.uint8)
         head = aligned(table.nbytes)

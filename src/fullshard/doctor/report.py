@@ -48,7 +48,7 @@ class Dim(NamedTuple):
         return statistics.median(group.bandwidth() for group in self.groups)
 
     def carriers(self) -> set[str]:
-        """Return the transports that carry the groups' all-gathers."""
+        """Return the transports of the groups."""
         return {group.wire.gathers for group in self.groups}
 
 

@@ -28,9 +28,7 @@ class Wire(NamedTuple):
 
     ranks: tuple[int, ...]
     gathers: str
-    """The transport of all-gathers: "shared memory", "nccl's own", ...; "none" for one rank."""
-    reduces: str
-    """The transport of reductions."""
+    """The transport of the group: "shared memory", "nccl's own", ...; "none" for one rank."""
     adds_wide: bool
     """True if reductions add in fp32, whatever dtype is sent."""
 
@@ -40,7 +38,7 @@ def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
     group = mesh.get_group(dim)
     ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) == 1:
-        return Wire(ranks, "none", "none", True)
+        return Wire(ranks, "none", True)
     kind, adds_wide = mesh.device_type, wire.adds_wide
     way = way_of(group, default_choice(group, kind))
     name = f"{_collectives.backend_name(group, kind)}'s own"
@@ -48,7 +46,7 @@ def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
         name = SHARED_MEMORY
     if isinstance(way, TwoLevels) and len(way.hosts) < way.world:
         name = BETWEEN_HOSTS
-    return Wire(ranks, name, name, adds_wide)
+    return Wire(ranks, name, adds_wide)
 
 
 def reason(wire: Wire, all_ranks: Sequence[Facts]) -> str:
