@@ -162,7 +162,10 @@ class CheckpointError(FullshardError, RuntimeError):
 
 
 class StorageError(CheckpointError):
-    """An object store that did not answer, or refused; the checkpoint itself may be intact.
+    """Storage that did not answer, or refused; the checkpoint itself may be intact.
+
+    An object store out of reach, or a file that this machine cannot open: too many open files, no
+    permission, a stale handle.
 
     See docs/symptoms.md#storageerror.
     """

@@ -485,15 +485,15 @@ def test_a_checkpoint_that_could_not_be_read_for_a_while_does_not_stop_its_step(
     for step in (1, 2, 3):
         first.save(*alone(step), step=step)
     resumed = checkpoint.Checkpointer(tmp_path)
-    stale = OSError(errno.ESTALE, "Stale file handle")
+    broken = OSError(errno.EIO, "Input/output error")
     opened = os.open
 
-    def open_unless_stale(path: Any, *rest: Any, **more: Any) -> int:
+    def open_unless_broken(path: Any, *rest: Any, **more: Any) -> int:
         if "step-000003" in str(path):
-            raise stale
+            raise broken
         return opened(path, *rest, **more)
 
-    with mock.patch.object(datafile.os, "open", open_unless_stale):
+    with mock.patch.object(datafile.os, "open", open_unless_broken):
         loaded = resumed.load(*alone())
     assert loaded is not None and loaded.step == 2
     caplog.clear()

@@ -110,6 +110,8 @@ class Checkpointer:
         removed. An intact checkpoint of this step, saved here since the last ``load``, is a
         ``ConfigError``.
         """
+        if step < 0:
+            raise ConfigError(f"Checkpointer.save(step={step}): expected 0 or more")
         await_save()
         path = self.path(step)
         consensus = Consensus(f"save to {path}", "save", "a checkpoint")

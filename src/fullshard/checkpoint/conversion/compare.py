@@ -55,7 +55,7 @@ def full_tensor_in(path: Place, manifest: Manifest, name: str) -> Tensor:
     """Return all of a tensor, flat."""
     entry = manifest.entry(name)
     region = full_region(entry.shape)
-    memory = torch.empty(region.numel, dtype=dtype_of(entry.dtype))
+    memory = torch.empty(region.numel, dtype=dtype_of(entry.dtype), device="cpu")
     with Reader(in_folder(path), manifest, {name: WantedPart(region, memory)}) as reader:
         reader.read([])
     return memory

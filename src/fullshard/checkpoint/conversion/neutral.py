@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fullshard.checkpoint.conversion.torch_files import Leaf
 from fullshard.checkpoint.format import decode, digest_of, flat_bytes, memory_of
-from fullshard.checkpoint.saving import EXTRA_STATE
+from fullshard.checkpoint.state import EXTRA_STATE
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors.form import clean_name
 

@@ -13,6 +13,7 @@ reads both versions.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from fullshard.checkpoint.format.manifest import FileInfo, FilePart, digest_of
 from fullshard.checkpoint.format.places import ObjectUrl, Place, new_file, noting_damage
-from fullshard.errors import CheckpointError, ProtocolError, UnsupportedError
+from fullshard.errors import CheckpointError, ProtocolError, StorageError, UnsupportedError
 
 Divided = TypeVar("Divided")
 
@@ -286,11 +287,24 @@ class Bytes(Protocol):
         """Read no more."""
 
 
+_OF_THE_MACHINE = {
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE),
+    errno.ETIMEDOUT,
+}
+
+
+def unreadable(error: Exception, text: str) -> CheckpointError:
+    """Return the error of a file that cannot be read: ``StorageError`` if it may be intact."""
+    may_be_intact = isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
+    return (StorageError if may_be_intact else CheckpointError)(f"{text} ({error})")
+
+
 class LocalFile:
     """The bytes of a file that this rank sees.
 
     Raises:
         CheckpointError: it cannot be opened, or is no file.
+        StorageError: the machine refuses to open it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -299,7 +313,7 @@ class LocalFile:
             number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
             self._file = os.fdopen(number, "rb", buffering=0)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be opened ({error})") from error
+            raise unreadable(error, f"{path}: cannot be opened") from error
         status = os.fstat(self._file.fileno())
         if not stat.S_ISREG(status.st_mode):
             self.close()
@@ -312,9 +326,7 @@ class LocalFile:
             try:
                 count = os.preadv(self._file.fileno(), [into], offset)
             except OSError as error:
-                raise CheckpointError(
-                    f"{self.name}: cannot be read at byte {offset} ({error})"
-                ) from error
+                raise unreadable(error, f"{self.name}: cannot be read at byte {offset}") from error
             if not count:
                 raise CheckpointError(f"{self.name}: ends at byte {offset}")
             offset, into = offset + count, into[count:]
@@ -427,7 +439,7 @@ class DataFile:
                 nbytes = self._stored[name].nbytes
                 for start in range(0, nbytes, CHUNK_NBYTES):
                     size = min(CHUNK_NBYTES, nbytes - start)
-                    self.read(name, start, torch.empty(size, dtype=torch.uint8))
+                    self.read(name, start, torch.empty(size, dtype=torch.uint8, device="cpu"))
                     if read is not None:
                         read(size)
             yield from problems

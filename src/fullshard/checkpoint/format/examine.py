@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, overload
 
 from torch.distributed.tensor import Placement
 
-from fullshard.checkpoint.format.datafile import Bytes, DataFile, LocalFile, ObjectFile
+from fullshard.checkpoint.format.datafile import Bytes, DataFile, LocalFile, ObjectFile, unreadable
 from fullshard.checkpoint.format.manifest import MANIFEST, FileInfo, Manifest
 from fullshard.checkpoint.format.places import AnyPlace, ObjectUrl, Place, noting_damage, place_of
 from fullshard.errors import CheckpointError, StorageError
@@ -99,8 +99,8 @@ def read_manifest(path: Place) -> Manifest:
         try:
             data = (path / MANIFEST).read_bytes()
         except OSError as error:
-            why = "there is no such folder" if not path.is_dir() else f"no manifest ({error})"
-            raise CheckpointError(f"{path}: {why}") from error
+            why = "there is no such folder" if not path.is_dir() else "no manifest"
+            raise unreadable(error, f"{path}: {why}") from error
     try:
         return Manifest.from_json(data)
     except CheckpointError as error:
@@ -269,7 +269,8 @@ def look(path: Place, *, first: int, every: int) -> Looked:
         try:
             wrong = next(_wrong(path, info, manifest), "")
         except StorageError as error:
-            wrong = str(error)
+            problem = problem or str(error)
+            continue  # perhaps intact, so nobody may remove it
         problem = problem or wrong
         if not wrong:
             intact.append(info.rank)

@@ -47,6 +47,8 @@ class ObjectUrl:
             raise ConfigError(f"{text}: expected a folder, or a URL such as s3://bucket/run")
         if scheme.lower() in ("file", "local"):
             raise ConfigError(f"{text}: give the path of the folder, without {scheme}://")
+        if "::" in rest:
+            raise ConfigError(f"{text}: '::' chains URLs in fsspec; give a URL without it")
         if not rest.strip("/"):
             raise ConfigError(
                 f"{text}: the URL names no bucket; expected one such as s3://bucket/run"

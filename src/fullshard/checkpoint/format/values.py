@@ -99,7 +99,7 @@ def _tensor(inner: Any) -> Tensor:
     dtype = getattr(torch, kind)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{kind} is no dtype")
-    flat = torch.tensor(list(base64.b64decode(data)), dtype=torch.uint8)
+    flat = torch.tensor(list(base64.b64decode(data)), dtype=torch.uint8, device="cpu")
     return flat.view(dtype).reshape(shape)
 
 

@@ -216,22 +216,22 @@ class Target:
     def _add_model(self) -> None:
         ties, states = self._manifest.values("ties"), self._manifest.values("states")
         rows = list(self._tree.rows())
-        given: dict[int, str] = {}  # of tied parameters one name is enough
+        given: dict[object, str] = {}
         for row in rows:
             name = f"model/{ties.get(row.name, row.name)}"
             if not isinstance(row.value, Tensor) or row.name in states:
                 if row.name in states:
                     self._model_state[row.name] = decode(states[row.name])
-                    given[id(row.value)] = row.name
-            elif name in self._manifest and id(row.value) not in given:
-                given[id(row.value)] = name
+                    given[row.identity] = row.name
+            elif name in self._manifest and row.identity not in given:
+                given[row.identity] = name
                 self._model_state[row.name] = self._want(name, row.value, row.value)
-            elif self._strict and name in self._manifest and name != given[id(row.value)]:
-                self._problems.append(f"{name} is tied to {given[id(row.value)]} here, not there")
+            elif self._strict and name in self._manifest and name != given[row.identity]:
+                self._problems.append(f"{name} is tied to {given[row.identity]} here, not there")
         contents = self._manifest.contents
         left_out = {name for one in contents for name in one.values.get("left_out", ())}
         missing = [
-            row.name for row in rows if id(row.value) not in given and row.name not in left_out
+            row.name for row in rows if row.identity not in given and row.name not in left_out
         ]
         names = {row.name for row in rows} | {ties.get(row.name, row.name) for row in rows}
         kinds = (name.partition("/") for name in self._manifest.names())
@@ -249,7 +249,7 @@ class Target:
                 self._problems.append("the checkpoint has no state of an optimizer")
             return
         stepped = Stepped(self._tree, optimizer)
-        known = {**dict(self._tree.named()), **stepped.shown}
+        known = {*(row.name for row in self._tree.rows()), *stepped.shown}
         announced: dict[Key, Announced] = {}
         for full in self._manifest.names():
             kind, _, rest = full.partition("/")

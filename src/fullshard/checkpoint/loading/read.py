@@ -92,7 +92,7 @@ class Reader:
         self._work = work
         self._files: dict[str, DataFile] = {}
         self._filled = dict.fromkeys(wanted, 0)
-        self._buffer = torch.empty(_CHUNK_NBYTES, dtype=torch.uint8)
+        self._buffer = torch.empty(_CHUNK_NBYTES, dtype=torch.uint8, device="cpu")
 
     def __enter__(self) -> Reader:
         return self
@@ -244,7 +244,7 @@ class Reader:
             for runs in _shares(batch, parts)
         ]
         # The first byte says whether the rank could read its share.
-        own = torch.zeros(max(ends[-1] for _, ends in shares), dtype=torch.uint8)
+        own = torch.zeros(max(ends[-1] for _, ends in shares), dtype=torch.uint8, device="cpu")
         try:
             if failure is None:
                 for run, place in zip(*shares[self._rank], strict=False):

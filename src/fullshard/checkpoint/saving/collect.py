@@ -29,9 +29,6 @@ from fullshard.engine import Unit
 from fullshard.errors import CheckpointError, UnsupportedError
 from fullshard.optim.inner import options_of
 
-EXTRA_STATE = "_extra_state"
-"""The names that modules give to theirs."""
-
 
 class Collected:
     """The contribution of a rank to a checkpoint.
@@ -85,7 +82,7 @@ class Collected:
         rows = list(tree.rows())
         for row, (_, value) in zip(rows, sharded(rows, tree.mesh, plain_shards=False), strict=True):
             own = row.value if row.held is None else row.held.param
-            if not isinstance(value, Tensor) or row.name.endswith(EXTRA_STATE):
+            if row.is_free:
                 states[row.name] = encode(value, f"extra state {row.name}")
             elif id(row.value) in first:
                 ties[row.name] = first[id(row.value)]

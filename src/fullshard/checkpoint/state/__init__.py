@@ -21,4 +21,12 @@ from fullshard.checkpoint.state.optimizer import (
     sharded_optim_state,
     sharded_optim_state_dict,
 )
-from fullshard.checkpoint.state.rows import Announced, Key, Row, Tree, part_here, sharded
+from fullshard.checkpoint.state.rows import (
+    EXTRA_STATE,
+    Announced,
+    Key,
+    Row,
+    Tree,
+    part_here,
+    sharded,
+)

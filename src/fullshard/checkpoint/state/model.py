@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.state.agreement import mismatch, refused_by_all
@@ -170,16 +170,15 @@ def _check(what: str, rows: Sequence[Row], source: Source, *, strict: bool) -> N
     """Refuse names and shapes that the unsharded model would refuse."""
     problems = []
     names = {row.name for row in rows}
-    # Of tied parameters one name is enough.
-    given = {id(row.value) for row in rows if row.name in source.announced}
-    missing = [row.name for row in rows if id(row.value) not in given]
+    given = {row.identity for row in rows if row.name in source.announced}
+    missing = [row.name for row in rows if row.identity not in given]
     unexpected = [str(key) for key in source.announced if key not in names]
     if strict and missing:
         problems.append(f"missing: {listed(missing)}")
     if strict and unexpected:
         problems.append(f"unexpected: {listed(unexpected)}")
     for row in rows:
-        if row.name in source.announced and isinstance(row.value, Tensor):
+        if row.name in source.announced and not row.is_free:
             shape = source.announced[row.name].shape
             if shape != row.value.shape:
                 got = "no tensor" if shape is None else tuple(shape)

@@ -329,6 +329,9 @@ class OptimStateToLoad:
             params = [
                 n for n in names_of if all_params or not self._grouped.isdisjoint(names_of[n])
             ]
+            for key, now in group.items():  # a rate on a device stays there
+                if isinstance(now, Tensor) and isinstance(options.get(key), Tensor):
+                    options[key] = options[key].to(now.device)
             groups.append({**group, **options, "params": params})
         return groups
 

@@ -93,6 +93,10 @@ class Source:
         return value
 
 
+EXTRA_STATE = "_extra_state"
+"""The end of the names that modules give to their extra state."""
+
+
 class Row(NamedTuple):
     """An entry of a state dict of a model or of an optimizer."""
 
@@ -107,6 +111,16 @@ class Row(NamedTuple):
     """The name in ``module.state_dict()``."""
     key: str = ""
     """The optimizer's name of the state, such as "exp_avg"; empty in rows of a model."""
+
+    @property
+    def is_free(self) -> bool:
+        """True for what may have any type and shape: extra state of a module, and no tensors."""
+        return not isinstance(self.value, Tensor) or self.name.endswith(EXTRA_STATE)
+
+    @property
+    def identity(self) -> object:
+        """Equal for tied parameters, of which one name is enough."""
+        return self.name if self.is_free else id(self.value)
 
 
 class Tree:

@@ -245,7 +245,7 @@ class _Target:
         conversion, value = self._convert[row.name], row.value
         region, parts = full_region(conversion.shape), self.chosen.parts[row.name]
         dtype = datafile.dtype_in_file(self._files[parts[0].name].dtype)
-        read = torch.empty(conversion.shape, dtype=dtype)
+        read = torch.empty(conversion.shape, dtype=dtype, device="cpu")
         for stored in parts:
             _read(stored, region, read.view(-1), reader)
         made = conversion.make(read)
@@ -275,7 +275,7 @@ def _fill(row: Row, parts: Sequence[Stored], reader: StoredReader, work: Operati
         memory = (
             local.view(-1)[start : start + piece.numel]
             if in_place
-            else torch.empty(piece.numel, dtype=local.dtype)
+            else torch.empty(piece.numel, dtype=local.dtype, device="cpu")
         )
         for stored in parts:
             _read(stored, piece, memory, reader)

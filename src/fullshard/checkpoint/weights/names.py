@@ -526,11 +526,12 @@ class StoredReader:
             if file not in self._open:
                 opened = opened_weights(self._folder / file)
                 self._open[file] = self._stack.enter_context(opened)
-            if not stored.dims:
-                found = self._open[file].get_tensor(stored.name)
-            else:
-                box = [slice(starts[dim], starts[dim] + sizes[dim]) for dim in stored.dims]
-                found = self._open[file].get_slice(stored.name)[tuple(box)]
+            with torch.device("cpu"):  # safetensors follows the default device
+                if not stored.dims:
+                    found = self._open[file].get_tensor(stored.name)
+                else:
+                    box = [slice(starts[dim], starts[dim] + sizes[dim]) for dim in stored.dims]
+                    found = self._open[file].get_slice(stored.name)[tuple(box)]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self._folder / file}: {stored.name}: {error}") from error
         read: Tensor = found.reshape(tuple(sizes))

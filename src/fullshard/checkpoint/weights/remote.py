@@ -61,7 +61,9 @@ class RemoteSlice:
             raise CheckpointError(f"{self.file.name}: has tensors of an unknown dtype {self.code}")
         shape, own = self.shape or (1,), tuple(box) or (slice(0, 1),)
         bounds = [one.indices(size)[:2] for one, size in zip(own, shape, strict=True)]
-        found = torch.empty([max(stop - start, 0) for start, stop in bounds], dtype=dtype)
+        found = torch.empty(
+            [max(stop - start, 0) for start, stop in bounds], dtype=dtype, device="cpu"
+        )
         if not found.numel():
             return found
         row = math.prod(shape[1:])

@@ -445,7 +445,7 @@ class _Writer:
         """Return flat bytes, in memory of all rounds: the allocator would keep some of each."""
         if name not in self._buffers or self._buffers[name].nbytes < nbytes:
             self._buffers.pop(name, None)
-            self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
+            self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._buffers[name][:nbytes]
 
     def _write(
