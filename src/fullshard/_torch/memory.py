@@ -26,7 +26,7 @@ _WRAPPERS = "optimizer state of tensor subclasses"
 is_wrapper_subclass = private.get(
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass", _WRAPPERS
 )
-"""Return whether a tensor has ``__tensor_flatten__``, which tells what tensors it holds."""
+"""Return whether a tensor has ``__tensor_flatten__``, which names the tensors inside."""
 
 
 def _ever_new(_: object) -> int:

@@ -61,7 +61,7 @@ def own_gloo_group(
 
 
 def end_own_gloo_groups(groups: Iterable[dist.ProcessGroup], pid: int) -> None:
-    """Break off groups of process ``pid``; else their ends would wait for what never comes."""
+    """Break off groups of process ``pid``, whose other ends would otherwise wait for ever."""
     if os.getpid() == pid:  # a forked child has none of the threads
         for group in groups:
             collectives.break_off(group)

@@ -240,7 +240,7 @@ class StreamLanes(Lanes):
         """Return ``comm`` on the stream of its group and ``lane``; as it is if it has no group."""
         if comm.group is None:
             return comm
-        if isinstance(comm, Encoded):  # codecs run on the lane, collectives beside it
+        if isinstance(comm, Encoded):  # codecs run on the lane itself, collectives on the stream
             return replace(comm, inner=self.wire(lane, comm.inner))
         streams = self._wires.setdefault(comm.group, {})
         if lane not in streams:

@@ -25,7 +25,7 @@ from fullshard.tensors.form import clean_name
 class FlatParameter:
     """A parameter that modules show instead of the sharded parameters of a bucket, its pieces.
 
-    It is another view of ``shard``, the memory of the pieces.
+    The parameter is another view of ``shard``, the memory of the pieces.
     """
 
     def __init__(self, spec: BucketSpec, params: list[nn.Parameter], shard: Tensor) -> None:
